@@ -569,7 +569,7 @@ def test_what_has_no_meaning_is_refused():
         attend(query, key, value, PHI, log_decay=np.zeros((2, LENGTH)))
     with pytest.raises(ValueError, match="under log_decay query and key must have equal length"):
         attend(query[:, :5], key, value, PHI, log_decay=-0.1)
-    with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
+    with pytest.raises(ValueError, match="log_decay needs a feature map that reads the state"):
         attend(query, key, value, SoftmaxFeatures(), is_causal=True, log_decay=-0.1)
     # Causal stops too: what is refused does not depend on the numbers of an option.
     stops: Any = (np.arange(LENGTH) + 1, np.full(LENGTH, LENGTH))
@@ -582,7 +582,7 @@ def test_what_has_no_meaning_is_refused():
         attend(query, key, value, landmarks, is_causal=True, log_decay=-0.1)
     corrected = LandmarkFeatures.fit(query, key, num_features=4, rng=0, corrected=True)
     moved = Reparametrized(corrected, [0.3] * DIM)
-    with pytest.raises(ValueError, match="log_decay needs a feature map whose state is read as"):
+    with pytest.raises(ValueError, match="log_decay needs a feature map that reads the state"):
         attend(query, key, value, moved, log_decay=-0.1)
     for name in ("exact_window", "exact_clusters"):
         with pytest.raises(ValueError, match=f"{name} needs .* that are not corrected as a whole"):

@@ -34,7 +34,7 @@ class Blas:
         self._users: dict[object, int] = {}
         self._before: list[tuple[Any, int]] = []
         if hasattr(os, "register_at_fork"):
-            # Nobody is half way through taking or giving back while a process is copied.
+            # No thread takes BLAS or gives it back while the process is copied.
             os.register_at_fork(
                 before=lambda: self._lock.acquire(),
                 after_in_parent=lambda: self._lock.release(),
@@ -42,7 +42,7 @@ class Blas:
             )
 
     def _after_fork(self) -> None:
-        """Keep what the thread that forked holds: a child of fork() has no other."""
+        """Keep the users of the thread that forked: a child of fork() has no other thread."""
         self._lock = threading.RLock()
         here = threading.get_ident()
         self._users = {user: thread for user, thread in self._users.items() if thread == here}

@@ -1,4 +1,4 @@
-"""Borders between sequences that lie end to end in a causal block, sub-block by sub-block."""
+"""Borders between packed sequences in a causal block, sub-block by sub-block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Lengths = NDArray[np.int64]
 
 
 class Border(NamedTuple):
-    """A sub-block of a tile in which sequences begin, be it with its first row."""
+    """A sub-block of a tile in which sequences begin, perhaps at its first row."""
 
     place: int
     first: int
-    """Row from which on nobody sees the state before."""
+    """First row that does not see the state before the sub-block."""
     last: int
-    """Row before which all keys belong to sequences that have ended."""
+    """First row of the last sequence; all keys before it belong to sequences that have ended."""
     pairs: Floats
     """``(size, size)``: 1 for rows and keys of one sequence."""
 

@@ -36,7 +36,7 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
         return _poisoned(np.empty(shape, dtype)) if IS_POISONED else np.empty(shape, dtype)
     whole, is_full = cached.get(name), len(cached) >= tuning.MAX_CACHED_VIEWS
     if whole is not None and (is_full or whole.size < count or whole.dtype != dtype):
-        # The old one, of which there are views, goes before the new one comes.
+        # Old buffers and their views are freed before the new one is made.
         whole = None
         cached.clear()
     if whole is None:
@@ -57,6 +57,6 @@ def _poisoned(view: Floats) -> Floats:
 def broadcast_in_place() -> Iterator[None]:
     """Keep NumPy from copying a broadcast operand of long rows into its own buffers."""
     with np.errstate():
-        # Restored with the rest of what errstate holds.
+        # errstate restores the buffer size too.
         np.setbufsize(tuning.UFUNC_BUFFER)
         yield

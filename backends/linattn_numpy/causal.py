@@ -199,7 +199,7 @@ def scan_tiles(
                 return limits.UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    # Exponents of keys that nobody has inspected may make up for small weights.
+    # Without inspection, large exponents of keys may hide small weights.
     least_weight = 1.0 if inspect else float(common.value_weights.min())
     return Sums(num_den, least * math.exp(max_log), least_weight), kvz
 

@@ -129,7 +129,7 @@ def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Float
     Also return them as finite shifts, and the factors ``(..., m, 1)`` between them; None for 1.
     """
     c = np.maximum.accumulate(log, axis=-2)
-    # What follows may be NaN, and is not for what is before it.
+    # `top` may be NaN because of later tokens, which must not reach earlier ones.
     c = np.where(c >= top - limits.MAX_PREFIX_LOG_LEAD, top, c)
     shift = limits.finite_shift(c)
     rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))

@@ -41,7 +41,7 @@ def _unsupported(problem: Problem, state: State) -> Declined | None:
         return Declined("NumPy decodes exponential maps, elu + 1 and ReLU only")
     log = state.log_scale
     if log.any() and not np.all((np.abs(log) <= limits.MAX_LOG_LEAD) | (log == -np.inf)):
-        return Declined("the state's log scale is far from that of the features, 0")
+        return Declined("the state's log scale is far from 0, the log scale of the features")
     return None
 
 
@@ -64,14 +64,14 @@ class _Readout:
 
     def divided(self, min_denominator: float) -> Floats | Declined:
         """Numerator over denominator, a new array."""
-        # Zeros make 0 of what is finite and NaN of all else, faster than a sum does.
+        # 0 times a finite number is 0, times any other NaN: a product is faster than a sum.
         is_finite = self._flat.dot(self._zeros) == 0
         if is_finite and np.minimum.reduce(self._flat_denominators) >= min_denominator:
             return np.divide(self._numerators, self._denominators)
         return limits.UNDERFLOWED
 
 
-# A step by itself -------------------------------------------------------------------------------
+# One step ---------------------------------------------------------------------------------------
 
 
 class _OuterProduct:
@@ -131,7 +131,7 @@ def decode(problem: Problem) -> tuple[Floats, State] | Declined:
     """Add one token to a state: its output, and the state after it."""
     state = problem.state
     if state is None:
-        return Declined("there is no state to go on from")
+        return Declined("there is no state to continue from")
     if declined := _unsupported(problem, state):
         return declined
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))

@@ -32,14 +32,14 @@ def exact_more(
 ) -> Partial | Declined:
     """Add a block of keys to a partial of the same queries, on its scale."""
     if part.log.shape[:-1] != query.x.shape[:-1]:
-        return Declined("queries have other leading axes than what they have read")
+        return Declined("queries and their sums so far differ in leading axes")
     # The scale as one more coordinate: a pass over the logits less.
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
     more = product(limits.weights(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
-        return Declined("keys have other leading axes than those before")
+        return Declined("keys have other leading axes than the keys before them")
     num_den = more + part.num_den
     # A sum is inf or NaN because of its values, or because the scale is too low for this block.
     return Partial(num_den, part.log) if limits.all_finite(num_den) else NOT_FINITE
@@ -88,7 +88,7 @@ def _unshifted(num_den: Floats) -> Partial | None:
 def window_block(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
 ) -> Partial | Declined:
-    """Exact part of a window: a causal block sees no key behind its own."""
+    """Softmax attention to a window; a causal block sees no key after its own."""
     g, w = query.x.shape[-3:-1]
     windows = _Windows(0, w, (key.x.shape[-3] - g + 1) * w, g)
     weight = None if key.log_weight is None else _in_a_row(key.log_weight)

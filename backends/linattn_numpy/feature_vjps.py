@@ -26,7 +26,7 @@ from linattn_numpy.products import transposed
 
 __all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
 
-NO_VJP = Declined("NumPy's own gradients are those of exponential maps, elu + 1 and ReLU")
+NO_VJP = Declined("NumPy has its own gradients of exponential maps, elu + 1 and ReLU only")
 
 
 def has_vjp(spec: Spec) -> TypeGuard[Exponential | Pointwise]:

@@ -158,7 +158,7 @@ def rejected_rows(
     values have been multiplied by. A row of small values needs a larger denominator.
     """
     rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
-    # What may be taken from values of size 1.
+    # Share that underflow may take of values of size 1.
     loss = floor / denominators
     if not rejected.any():
         # All rows see the first values: hardly ever must others be inspected.

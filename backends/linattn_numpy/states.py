@@ -120,9 +120,9 @@ def _unshifted_sums(
         row = row - limits.finite_shift(top)[..., None]
         least = limits.MIN_EXPONENT[row.itemsize]
         is_split = row.min() < least and bool(np.any((row < least) & (row > -np.inf)))
-        # A row whose share underflows may have features as large as they come: its square root goes
-        # onto these, the other onto values. What is lost then, whatever the features, is less than
-        # exp(-83) of the top row, in float64 exp(-704).
+        # A row whose factor underflows may have very large features. So one square root of the
+        # factor multiplies the features, the other the values. The loss is then less than exp(-83)
+        # of the top row, in float64 exp(-704).
         row = limits.exp(row / 2) if is_split else np.exp(row)
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)

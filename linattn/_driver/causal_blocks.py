@@ -65,15 +65,15 @@ One unit would have ordinary rows inspected twice, for their first values are ha
 def rejected_rows(
     part: Partial, log_weight: Array, values_and_one: Array, state: State, m: int
 ) -> Array:
-    """Rows ``(..., n, 1)`` that underflowed on the block's common shift, or None.
+    """Return rows ``(..., n, 1)`` that underflowed on the block's common shift, or None.
 
-    A row is accepted if it is finite and its denominator, times ``SMALL_VALUES`` times the size of
-    the values that it sees where that is below 1, is at least ``(loss / eps) (m N + z)``, N tokens
-    so far and z the normalizers of the state: what is taken from it for small weights, at most
-    ``loss (m N + z)``, is then below rounding. Each of two factors up to 1 may have lost
-    ``2^-LIFT LEAST``. A row that sees no key at all is accepted too. A
-    column of values that the state has lost to NaN or inf is past repair, and so is a head whose
-    normalizers it has lost; the other columns are not.
+    A row is accepted if it is finite and its denominator is at least ``(loss / eps) (m N + z)``:
+    N tokens so far, z the sum of the state's normalizers. Underflow takes at most
+    ``loss (m N + z)``, which is then below rounding: each of two factors up to 1 may have lost
+    ``2^-LIFT LEAST``. If ``SMALL_VALUES`` times the values that the row sees is below 1, the
+    denominator is multiplied by it first. A row that sees no key is accepted too. A column of
+    values with NaN or inf in the state cannot be repaired, nor can a head with such normalizers;
+    neither rejects a row.
     """
     xp = _arrays.namespace(part.num_den)
     bits = _arrays.dtype_bits(part.num_den.dtype)
@@ -106,7 +106,7 @@ def rejected_rows(
 def _values_seen(values_and_one: Array, state: State) -> Array:
     """Size of the ``[v, 1]`` that each row sees, ``(..., n, e + 1)``; 0 where all are.
 
-    No more than the largest: the mean of the block's own, or of those in a feature of the state.
+    A lower bound on the largest: means of the block's values, and of those in each feature.
     """
     xp, sizes = _arrays.namespace(values_and_one), abs(values_and_one)
     count = xp.cumulative_sum(xp.ones_like(sizes[..., :1]), axis=-2)
@@ -337,7 +337,7 @@ def _turned(tokens: Tokens) -> Tokens:
 
 
 def _from_the_end(spec: MapSpec) -> MapSpec:
-    """Spec of turned tokens: a function may ask where a token stands."""
+    """Spec of turned tokens: a function may depend on the position of a token."""
     if not isinstance(spec, Opaque):
         return spec
 

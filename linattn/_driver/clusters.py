@@ -194,7 +194,7 @@ def _assign_keys(
     functions: BlockFunctions,
 ) -> AssignedKeys:
     if problem.weights.key_bias is not None:
-        # Biases have no say in what is chosen, unless they mask.
+        # A bias changes no choice, unless it masks a key.
         alike = problem.replace(weights=problem.weights._replace(key_bias=None))
         assigned = _assign_keys(alike, log_weight, state, block_size, functions)
         for rows in block_slices(problem.key.shape[-2], block_size):

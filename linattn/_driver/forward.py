@@ -90,9 +90,9 @@ def _solve(
 
 
 def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array | None, list[State]]:
-    """Run a causal problem: output, last state, log normalizer, and the states on the way.
+    """Run a causal problem: output, last state, log normalizer, and intermediate states.
 
-    These are after each ``length`` tokens; each part goes on from the one before.
+    There is a state after each ``length`` tokens; each part starts from the state before it.
     """
     if problem.mode != "causal" or problem.sees.cu_seqlens is not None:
         message = (
@@ -188,7 +188,7 @@ def _solve_walks(
     # A state that is returned is the caller's, who may change it.
     keeps_last = checkpoints is not None and problem.mode == "full" and not return_state
     if checkpoints is not None and problem.mode != "full":
-        # Checkpoints stand before the blocks of the pullback.
+        # Checkpoints are states before blocks of the pullback.
         plan = plan.for_gradients()
     results = _Results(problem, functions, place)
     states: list[tuple[Index, State]] = []
@@ -388,9 +388,9 @@ MAX_NEGATIVE_SHARE = 0.01
 
 
 def inspects_signs(problem: Problem) -> bool:
-    """Whether a problem divides by denominators whose signs are worth reading.
+    """Whether to count negative denominators of this problem.
 
-    On a CuPy array that would be a host synchronization; Dask's blocks are problems of their own.
+    Not on CuPy, where it would be a host synchronization; Dask's blocks are problems of their own.
     """
     if not (problem.signed and problem.normalize):
         return False

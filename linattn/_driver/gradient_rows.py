@@ -48,9 +48,9 @@ class _OrderedSum:
 class GradientRows:
     """Where rows of one gradient go: summed over the axes along which its argument was broadcast.
 
-    Each row is written ``shares`` times by each task that it belongs to. Where that is more than
-    once in all, they add to it one at a time in the accumulation dtype, in the order of the tasks
-    and of their shares, whichever is done first: sums are the same in every bit from run to run.
+    Each task of a row writes it ``shares`` times. If a row is written more than once, the shares
+    are added in the accumulation dtype, in the order of the tasks and of their shares. So the bits
+    of a sum do not depend on which task is done first.
     A share that comes early is held until it is next, so that no task waits: of tasks that run
     side by side, a part of a head's gradient each.
     """

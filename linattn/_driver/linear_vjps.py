@@ -1,9 +1,9 @@
 """The pullback of linear attention: steps from the last to the first, each with the state before.
 
 Queries of a step read that state, and keys the adjoint of the queries after them: features of a
-step are made once for both. With A_t the sum of log decays up to t a weight has the factor
-``exp(A_i - A_j)``, so that the gradient of a log decay is a sum over its token and all later ones:
-of what a factor on their rows would change, less what one on their keys would.
+step are made once for both. A weight has the decay ``exp(A_i - A_j)``, A_t the sum of log decays up
+to token t. So the gradient of a log decay is a sum over its token and all later tokens. The terms
+are the gradient by a log factor on the token's row, minus the gradient by one on its key.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def pull_linear(walk: GradientWalk, checkpoints: Checkpoints | None) -> Iterator
         yield from Scan(walk).walk_back(checkpoints)
         return
     numbers = yield from row_numbers(walk)
-    # The scan from the start is the last, whose adjoint is that of the state before.
+    # The scan from the start comes last: its adjoint belongs to the initial state.
     yield from Scan(walk, numbers, from_the_end=True).walk_back(None)
     yield from Scan(walk._replace(share=1), numbers).walk_back(None)
 
@@ -156,7 +156,7 @@ class Scan(NamedTuple):
         return add_block(problem, rows, key, state, self.walk.functions)
 
     def _tokens(self, step: Step) -> tuple[Any, Any, Array]:
-        """Return queries, keys and ``[v, 1]`` of a step; None for those that it lacks."""
+        """Return queries, keys and ``[v, 1]`` of a step; None for a side that it lacks."""
         problem, functions, start = self.walk.problem, self.walk.functions, self._start()
         queries, keys, of_queries, of_keys = step.queries, step.keys, start, start
         if step.positions is not None:
@@ -201,7 +201,7 @@ class Scan(NamedTuple):
         return adjoint
 
     def _rows(self, step: Step, grad_output: Array) -> Rows | None:
-        """Cotangents of rows; None where they follow from what the rows read here."""
+        """Cotangents of rows; None if the rows read only here, so that the block finds them."""
         if not self.walk.problem.normalize:
             rows = numerator_rows(grad_output)
         elif self.numbers is not None:
@@ -237,7 +237,7 @@ class Scan(NamedTuple):
         return found.adjoint
 
     def _write_last_state(self, state: State) -> None:
-        """Write what a factor on the returned state would change."""
+        """Write the gradient by the log of a factor on the returned state."""
         walk, xp = self.walk, self.walk.problem.xp
         grad_state = walk.cotangent.state
         assert grad_state is not None

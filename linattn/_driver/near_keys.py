@@ -1,10 +1,10 @@
-"""Keys that are exact beside what a walk reads: sinks, and the near keys of windows of one token.
+"""Exact keys that are added to the rows of a walk: sinks, and near keys of one-token windows.
 
 Sinks, the first keys of a sequence, are masked for the walk and added to its rows.
 
-A window of one token: what the map gives near pairs is exchanged for their exact weights.
-The walk without a window reads every key by the map. To its rows the difference of both weights of
-each near pair is added. A block is accepted where that cancels few digits of every row.
+For a window of one token, the walk reads every key by the map. Then each near pair is exchanged:
+its exact weight minus its weight by the map is added to the row. A block is accepted if this
+cancels few digits of every row.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Sinks(NamedTuple):
 
 
 TILE_ROWS = 512
-"""Rows whose near weights are exchanged at a time."""
+"""Rows of one step of an exchange of near weights."""
 
 
 class Cancelled(ArithmeticError):

@@ -75,7 +75,7 @@ class SoftmaxOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What attention is called with beside arrays and map, by the names it has here."""
+    """Options of a call of attention, by the names that they have in the driver."""
 
     is_causal: Any = False
     key_mask: Any = None
@@ -156,7 +156,7 @@ def visibility(query: Array, key: Array, options: Options) -> Visible:
     if len(given) > 1:
         message = (
             f"at most one of {', '.join(named)} must be given, got {' and '.join(given)}: each "
-            f"says which keys a query sees; for what both would leave give its key_stop alone"
+            f"says which keys a query sees; for the keys that both allow pass their key_stop alone"
         )
         raise ValueError(message)
     option = given[0] if given else ""
@@ -198,23 +198,23 @@ def visibility(query: Array, key: Array, options: Options) -> Visible:
 
 
 def _check_alone(option: str, options: Options) -> None:
-    """Check that stops of keys are not asked for beside what has no stops."""
+    """Check that an option with stops of keys comes without clusters and packed sequences."""
     if options.exact_clusters is not None:
         message = (
-            f"exact_clusters must be None with {option}: what is chosen is chosen among all keys; "
+            f"exact_clusters must be None with {option}: queries choose clusters among all keys; "
             f"use exact_window or leave exact_clusters out"
         )
         raise ValueError(message)
     if options.cu_seqlens is not None:
         message = (
-            f"cu_seqlens must be None with {option}: that counts the keys of one sequence, and "
+            f"cu_seqlens must be None with {option}: {option} counts the keys of one sequence, and "
             f"these borders hold several; use is_causal=True, or one call for each sequence"
         )
         raise ValueError(message)
 
 
 def _stops(option: str, options: Options, length: int, num_keys: int) -> Integers:
-    """Return the stop of each query, without leading axes where all heads have the same."""
+    """Return the stop of each query, without leading axes if all heads share them."""
     position = np.arange(length)
     if option == "key_stop":
         stops = _checks.check_integers("key_stop", options.key_stop)

@@ -35,7 +35,7 @@ MAX_BATCH_ELEMENTS = 1 << 21
 """Numbers of the queries, keys and values that are copied for one batch."""
 
 MAX_PADDED_SHARE, MIN_PADDED_TOKENS = 0.125, 256
-"""Padding of a batch: the share that is taken for fewer batches, and what counts as none."""
+"""Largest share of padding in a batch; tokens of padding that any batch may have."""
 
 
 class Batch:
@@ -78,7 +78,7 @@ class Batch:
             return taken
         shape = (*rows.shape[:-2], len(self), self.longest, rows.shape[-1])
         if not self.longest:
-            # Dask cannot reshape what is empty.
+            # Dask cannot reshape an empty array.
             return xp.broadcast_to(taken[..., None, :, :], shape)
         return xp.reshape(taken, shape)
 
@@ -171,7 +171,7 @@ def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Ite
     for i, n in enumerate(ordered):
         padded = n * (i + 1 - first) - tokens - n
         allowed = max(MAX_PADDED_SHARE * tokens, MIN_PADDED_TOKENS)
-        # What is one slice is not copied.
+        # A batch that is one slice is not copied.
         goes_on = i == first or (is_slice and order[i] == order[i - 1] + 1 and padded == 0)
         is_full = n * (i + 1 - first) > most and not goes_on
         ends = is_full or padded > allowed or (n > 0) != (ordered[first] > 0)
@@ -266,7 +266,7 @@ def join_sequences(problem: Problem, parts: list[tuple[Batch, Array]], trailing:
     return xp.take(xp.concat(stacked, axis=0), index, axis=0)
 
 
-# Short sequences as they lie ----------------------------------------------------------------------
+# Short sequences without a copy -------------------------------------------------------------------
 
 
 def solve_short(

@@ -62,7 +62,7 @@ def pull_window(walk: GradientWalk) -> Iterator[State]:
         steps = blocks.far_steps(-1)
         yield from Scan(walk._replace(share=1), numbers, True, steps, right).walk_back(None)
         share = 2
-    # The scan from the start is the last, whose adjoint is that of the state before.
+    # The scan from the start comes last: its adjoint belongs to the initial state.
     steps = blocks.far_steps(1)
     yield from Scan(walk._replace(share=share), numbers, False, steps, left).walk_back(None)
 

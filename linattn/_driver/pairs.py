@@ -84,7 +84,7 @@ def exact_keys(problem: Problem, functions: BlockFunctions, keys: slice) -> tupl
 
 
 def is_banded(problem: Problem) -> bool:
-    """Whether softmax attention depends on how far apart query and key stand."""
+    """Whether softmax attention depends on the offset of the key from the query."""
     return problem.sees.left is not None or problem.weights.relative_bias is not None
 
 

@@ -163,7 +163,7 @@ def _describe(
     """Describe linear attention of a map and arrays that have been checked one by one."""
     query, key, value = arrays
     remedy = (
-        "to go on with a stream pass its state as initial_state with the new query, key and "
+        "to continue a stream pass its state as initial_state with the new query, key and "
         'value; to attend to earlier keys only use read_state; is_causal="lower_right" takes the '
         "queries for the last positions of the keys"
     )
@@ -246,7 +246,7 @@ def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visible) -> None
         raise ValueError(message)
     if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
         message = (
-            f"log_decay needs a feature map whose state is read as it is, got {feature_map!r}, "
+            f"log_decay needs a feature map that reads the state unchanged, got {feature_map!r}, "
             f"which divides or corrects it first; use another map"
         )
         raise ValueError(message)
@@ -271,14 +271,14 @@ def _axes_beside(
     if key_lead or query_lead:
         shapes["feature_map"] = _checks.check_leading_axes(key=key_lead, query=query_lead)
     if state is not None:
-        # The first axis is that of packed sequences, which nothing else has.
+        # The first axis of a packed state is the axis of sequences, which no other array has.
         packed = sees.cu_seqlens is not None
         shapes[state_name] = tuple(state.kvz.shape[1 if packed else 0 : -2])
     return shapes
 
 
 class _Known(NamedTuple):
-    """What a call was given, but for the numbers, and its description without arrays."""
+    """The settings and kinds of arguments of a call, and its description without arrays."""
 
     settings: _settings.Settings
     kinds: list[Any]

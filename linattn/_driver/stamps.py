@@ -135,7 +135,7 @@ def _num_sequences(state: State, before: State | None, problem: Problem | None) 
         return len(problem.sees.cu_seqlens) - 1
     if before is None or before.num_sequences is None:
         return 0 if before is None else None
-    # A new axis in front is not that of the sequences.
+    # A new first axis is not the axis of sequences.
     return before.num_sequences if before.kvz.ndim == state.kvz.ndim else 0
 
 
@@ -165,7 +165,7 @@ def broadcast_decay(parts: list[Array], state: State, *, packed: bool = False) -
 
 
 def axes_behind_first(count: int) -> tuple[Any, ...]:
-    """Index that inserts this number of axes of 1 behind the first one."""
+    """Index that inserts ``count`` axes of 1 after the first axis."""
     return (slice(None), *[None] * count, ...)
 
 

@@ -65,7 +65,7 @@ Read: TypeAlias = Callable[[Array], Array | None]
 
 
 class Walk(NamedTuple):
-    """What a walk is given: a problem, the functions of its blocks, and where results go."""
+    """Arguments of a walk: a problem, the functions of its blocks, and where results go."""
 
     problem: Problem
     functions: BlockFunctions
@@ -78,7 +78,7 @@ class Walk(NamedTuple):
     """Takes the state before a row of a causal walk, as a checkpoint or not."""
 
     def segment(self, rows: slice) -> Walk:
-        """Walk over some rows only, whose state is handed around beside it."""
+        """Return the same walk for some rows only; the state is passed separately."""
         store, write_read_rows = self.store, self.write_read
 
         def here(part_rows: slice) -> slice:
@@ -137,7 +137,7 @@ def run_walk(walk: Iterator[State], state: State) -> State:
 
 
 def _steps(walk: Iterator[Any]) -> Iterator[Any]:
-    """Go through a walk without floating-point warnings, but not for what runs between blocks."""
+    """Run a walk without floating-point warnings; code between its blocks keeps its warnings."""
     while True:
         try:
             with _generic.ignore_fp_warnings():
@@ -347,9 +347,9 @@ WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
 # Visible prefixes: keys and queries in the order in which queries come to see keys. Query i sees
 # the keys before ``key_stop[i]``. A walk takes steps: some keys are added to the state, some
 # queries read it, or both go along each other as in causal attention. Where keys and queries
-# change places every few tokens they are put on common *positions*, each key at one no later than
-# the first query that sees it, each query before the first key that it does not see. What is
-# missing at a position is masked or left out: such a block is a causal block.
+# alternate every few tokens they are put on common *positions*, each key at one no later than the
+# first query that sees it, each query before the first key that it does not see. A missing key is
+# masked, and a missing query left out: such a block is a causal block.
 
 MIN_RUN = 64
 """Keys or queries in a row that are a step of their own, and are not put on positions."""
@@ -410,11 +410,11 @@ class Step(NamedTuple):
         return xp.where(filled, placed, xp.zeros_like(placed))
 
     def queries_of(self, rows: Array) -> Array:
-        """Rows of queries out of those at positions."""
+        """Rows of queries, out of rows at positions."""
         return rows if self.positions is None else rows_at(rows, self.positions.queries)
 
     def keys_of(self, rows: Array) -> Array:
-        """Rows of keys out of those at positions."""
+        """Rows of keys, out of rows at positions."""
         return rows if self.positions is None else rows_at(rows, self.positions.keys)
 
     def queries_of_part(self, part: Partial) -> Partial:

@@ -1,4 +1,4 @@
-"""What keys and pairs weigh beside the map: options as fields of a problem, checked."""
+"""Weights of keys and pairs beside the map: check their options, return fields of a problem."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ def mask_and_bias(
 def check_relative_bias(
     options: Options, query: Array, lead: tuple[int, ...], dtype: Any
 ) -> RelativeBias | None:
-    """Check a bias of near offsets and one number a side for those beyond; join them."""
+    """Check the bias of near offsets and the two of farther ones; join them into one table."""
     window_bias, far_bias = options.window_bias, options.far_bias
     if window_bias is None:
         if far_bias is not None:
-            message = "far_bias needs window_bias: it is what lies beyond that on either side"
+            message = "far_bias needs window_bias: it is the bias of the offsets beyond window_bias"
             raise ValueError(message)
         return None
     xp = _arrays.namespace(query)
@@ -207,7 +207,7 @@ def exact_keys(
 
 
 def _checked_sinks(options: Options) -> int:
-    """Check sinks beside a map, whose state has no keys one by one."""
+    """Check sinks of linear attention, whose state holds no single keys."""
     sinks = check_sinks(options.sinks, exact_window=options.exact_window)
     if sinks and options.initial_state is not None:
         message = (
@@ -232,7 +232,7 @@ def check_sinks(sinks: Any, **window: Any) -> int:
     if count and given is None:
         message = (
             f"sinks must be 0 without {name}, got {sinks}: they are keys outside of a window that "
-            f"are read as those in it"
+            f"are read like keys in it"
         )
         raise ValueError(message)
     return count

@@ -76,4 +76,4 @@ CALLS = {
     "reduce_values": ("values_block", "reduce_block"),
     "window_block": ("exact_block",),
 }
-"""What a generic function calls of the block tier, by the names of its parameters."""
+"""Functions of the block tier that a generic function calls, by its parameter names."""

@@ -90,7 +90,7 @@ def absorb_rows(
 ) -> State:
     """Add queries to an adjoint; summed over leading axes that the adjoint lacks.
 
-    ``inner``, (..., n, m): what the last of ``g1`` lacks in each feature, or None for nothing.
+    ``inner``, (..., n, m): subtracted from the last column of ``g1``, feature by feature; or None.
     """
     xp = namespace(g1)
     lead = tuple(adjoint.log_scale.shape[:-1])

@@ -1,4 +1,4 @@
-"""What keeps exponentials in range, whatever the array library."""
+"""Helpers that keep exponentials in range, for any array library."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ def rescaled(
 
 
 def divisor(size: Array, xp: ModuleType) -> Array:
-    """Sizes of rows, those cut whose reciprocal, by which XLA multiplies, it would make 0."""
+    """Sizes of rows, clipped where XLA, which multiplies by reciprocals, would make these 0."""
     most = 1 / float(xp.finfo(size.dtype).smallest_normal)
     return xp.where((size > most) & (size < xp.inf), xp.full_like(size, most), size)

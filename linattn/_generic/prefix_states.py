@@ -28,7 +28,7 @@ def weighted(state: State, bias: Array) -> State:
         return state
     xp = namespace(state.kvz)
     log_scale = state.log_scale + bias
-    # What is left out leaves no NaN behind.
+    # A state that is left out must leave no NaN.
     kvz = xp.where((log_scale == -xp.inf)[..., None], xp.zeros_like(state.kvz), state.kvz)
     return State(kvz, log_scale, state.length)
 

@@ -1,4 +1,4 @@
-"""What each spec means: its features, their gradient, the axes of its arrays. One table.
+"""The rules of each spec: its features, their gradient, the axes of its arrays. One table.
 
 A rule is given a block of tokens and the array namespace. The gradient rules are given the
 cotangents of the features, whatever the output made of them, so that they serve queries and keys,

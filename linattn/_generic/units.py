@@ -97,7 +97,7 @@ def heads_of(problem: Problem) -> tuple[int, ...]:
 
 
 def value_log(problem: Problem) -> Any:
-    """log2 of the units of a problem's values, those that its state has seen included."""
+    """Return log2 of the units of a problem's values, with the values in its state."""
     value, state = problem.value, problem.state
     # Numerators that are not divided may overflow in other units.
     if problem.policy.lazy or problem.exact.assigned is not None or not problem.normalize:

@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """What a group has inside of its chunks, whatever the state before them."""
+    """Products within the chunks of a group, which do not depend on the state before them."""
 
     scores: Array
     """A."""
@@ -107,7 +107,7 @@ def unit_lower_inverse(lower: Array) -> Array:
 
 
 def _stored(chunks: Chunks, inside: _Inside, i: int, state: Array) -> tuple[Array, Array]:
-    """U of a chunk, and what the delta rule finds missing, ``V - K_before S``."""
+    """U of a chunk, and the error ``V - K_before S`` that the delta rule corrects."""
     value = chunks.value[..., i, :, :]
     if inside.inverse is None:
         return value, None
@@ -187,7 +187,7 @@ def pull_back_chunks(
 
 
 class _Solution(NamedTuple):
-    """What a pass over a group in both directions has found, chunk by chunk."""
+    """Results of a pass over a group in both directions, chunk by chunk."""
 
     states: Array
     """Before each chunk."""
@@ -197,7 +197,7 @@ class _Solution(NamedTuple):
     grad_states: Array
     """Of the state after each chunk."""
     grad_targets: Array
-    """Of what the inverse is applied to, None without the delta rule."""
+    """By the arguments of the inverse, None without the delta rule."""
     grad_values: Array
 
 
@@ -220,7 +220,7 @@ def _gradients(chunks: Chunks, inside: _Inside, solution: _Solution) -> Gradient
     found = xp.zeros_like(written)
     if beta is not None:
         found = -xp.matmul(grad_values, transpose(states))
-        # Of (I + N)^-1 only what is below the diagonal of N was read.
+        # Only entries of N below its diagonal were read.
         grad_lower = -xp.matmul(grad_targets, transpose(stored)) * triangle(c, key, strict=True)
         grad_rows, grad_earlier, log_inside = products_vjp(
             grad_lower, beta * key, key, decay, inside.lower

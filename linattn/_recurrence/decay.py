@@ -1,13 +1,13 @@
 """Decays inside a chunk of tokens, as factors of at most 1.
 
 The factor between two tokens is ``exp`` of the sum of the log decays between them. It is never
-made as ``exp(a_i) exp(-a_j)``, which overflows, nor from a difference ``a_i - a_j`` of long sums,
-which has lost the digits of a short one.
+made as ``exp(a_i) exp(-a_j)``, which overflows. It is never made from a difference ``a_i - a_j`` of
+long sums either, which loses the digits of a short sum.
 
-With one number a token these sums make a triangle for each chunk. With one a key channel that
-would be a triangle for each channel; instead, in runs of 2, 4, 8, ... tokens, a token of the right
-half is multiplied by its factor since the middle and one of the left half by its own up to the
-middle, and products of both stand across.
+With one decay for each token, these sums make a triangle for each chunk. With one for each key
+channel, each channel would need a triangle. Instead tokens are multiplied in runs of 2, 4, 8, ...
+tokens: right halves by their decay since the middle, left halves by their decay up to the middle.
+Products of both halves then fill the block between them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _products_across_vjp(
 
 
 def cross_blocks(lower: Array, h: int) -> Array:
-    """Cut from ``(..., c, c)`` what right halves have of left ones: ``(..., c / 2h, h, h)``."""
+    """Cut the blocks of right rows and left columns: ``(..., c, c)`` to ``(..., c / 2h, h, h)``."""
     starts = range(0, lower.shape[-1], 2 * h)
     blocks = [lower[..., s + h : s + 2 * h, s : s + h] for s in starts]
     return one_part(namespace(lower).stack(blocks, axis=-3))

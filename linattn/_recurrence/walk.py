@@ -47,7 +47,7 @@ def _power_of_two(n: int) -> int:
 
 
 def _chunked(problem: Recurrence, tokens: Array, group: _Group) -> Array:
-    """Tokens of a group as ``(..., g, c, n)`` in the accumulation dtype, zeros behind the last."""
+    """Tokens of a group as ``(..., g, c, n)`` in the accumulation dtype, zeros after the last."""
     xp = problem.xp
     tokens = xp.astype(tokens[..., group.rows, :], problem.dtype, copy=False)
     *lead, length, n = tokens.shape
@@ -117,9 +117,9 @@ def _whole(name: str, problem: Recurrence, *cotangents: Array) -> Any:
 
 
 def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
-    """Output, state after the last token, and what a pullback needs: states before groups.
+    """Output, state after the last token, and the states before groups, for a pullback.
 
-    None where the backend has a pullback of its own.
+    The states before groups are None if the backend has its own pullback.
     """
     problem, log = units.recurrence_in_units(problem)
     output, state, before = _solve_for_pullback(problem)
@@ -157,8 +157,8 @@ def pull_back(
 ) -> list[Array]:
     """Gradients by query, key, value, log decay, beta and initial state.
 
-    In the accumulation dtype, None for what was not given. ``before`` is what
-    :func:`solve_for_pullback` returns for it; ``grad_state`` may be None.
+    In the accumulation dtype, None for arguments not given. ``before`` is the third result of
+    :func:`solve_for_pullback`, or None; ``grad_state`` may be None.
     """
     problem, value = units.recurrence_in_units(problem)
     log = units.unit_log(units.recurrence_heads(problem), grad_output, grad_state)

@@ -58,16 +58,16 @@ class WholeTier(Protocol):
 
     @staticmethod
     def attention(problem: Problem) -> tuple[Array, State | None, Array | None] | Declined:
-        """Output, state after the last key, and log normalizer where it is asked for."""
+        """Output, state after the last key, and the log normalizer if ``want_log``."""
         ...
 
     @staticmethod
     def attention_vjp(problem: Problem, cotangent: Cotangent) -> tuple[Array, ...] | Declined:
         """Gradients by query, key, value and the ``kvz`` of the initial state, None without one.
 
-        Then those by ``key_bias`` and ``log_decay``, shaped as these or one for each key, of a
-        backend that serves them. ``cotangent.state`` is a state to merge with the adjoint after the
-        last token.
+        A backend that serves ``key_bias`` and ``log_decay`` adds their gradients, of their shape or
+        with one number for each key. ``cotangent.state`` is merged with the adjoint after the last
+        token.
         """
         ...
 
@@ -142,9 +142,9 @@ class BlockTier(Protocol):
     def read_output(
         query_spec: Spec, tokens: Tokens, state: State, out: Array | None = None
     ) -> Array | Declined | None:
-        """Read the state with a block of queries and divide: what ``divide`` returns.
+        """Read the state with a block of queries, divide, and return the result of ``divide``.
 
-        The generic one calls ``read_block`` and ``divide``.
+        The generic function calls ``read_block`` and ``divide``.
         """
         ...
 
@@ -185,9 +185,10 @@ class BlockTier(Protocol):
         is_causal: bool,
         want_log: bool,
     ) -> Partial | Declined:
-        """Attention within each of the sequences that lie end to end in a block.
+        """Attention within each of the packed sequences of a block.
 
-        ``lengths``: their tokens, at least 1 each, on the host. Rows are accepted as they come.
+        ``lengths``: tokens of each sequence, at least 1, on the host. The driver does not check
+        the rows.
         """
         ...
 
@@ -219,8 +220,8 @@ class BlockTier(Protocol):
         """Softmax attention of queries, each to the keys near its place.
 
         ``band`` is ``(low, high)``: query i sees keys i + low to i + high, as far as there are any.
-        Masked keys are zeros, and so are their values and ones. What a query does not see must not
-        reach it, finite or not.
+        Masked keys are zeros, and so are their values and ones. A value outside its band must not
+        reach a query, even if it is NaN or inf.
         """
         ...
 
@@ -280,10 +281,10 @@ class BlockTier(Protocol):
         exact_window: int | None,
         part: Partial,
     ) -> Partial | Declined:
-        """Add keys of the clusters that queries ``(n, d)`` have chosen to a partial of them.
+        """Add the keys of the clusters that queries ``(n, d)`` chose to the queries' partial.
 
-        ``chosen`` has a row for each run of queries that have chosen together.
-        Keys whose position is in the block of a query's, or beside it, are left out.
+        ``chosen`` has a row for each run of queries that chose together. Keys in the block of
+        ``exact_window`` tokens of a query, or in a block beside it, are left out.
         """
         ...
 
@@ -338,7 +339,7 @@ class BlockTier(Protocol):
 
 
 class Services(Protocol):
-    """What a backend offers beside attention; optional."""
+    """Optional functions of a backend beside attention."""
 
     @staticmethod
     def modifiers() -> Sequence[str]:
@@ -352,15 +353,15 @@ class Services(Protocol):
 
     @staticmethod
     def limited_threads() -> AbstractContextManager[None]:
-        """Context for what the core computes on the host between blocks, such as fits.
+        """Return a context that limits threads while the core computes on the host, as in fits.
 
-        Asked of the backend of NumPy only.
+        Only the NumPy backend is asked for it.
         """
         ...
 
 
 class Backend(WholeTier, BlockTier, Services, Protocol):
-    """What a backend may define: a module with any of these functions, called by position.
+    """The functions that a backend may define: a module with any of them, called by position.
 
     No function is required, and none needs another. Each may return a
     :class:`~linattn.typing.Declined` (or ``NotImplemented``) for a problem that it does not do; the

@@ -13,10 +13,10 @@ __all__ = ["FeatureMap", "MapAttributes"]
 
 @runtime_checkable
 class FeatureMap(Protocol):
-    """What linear attention needs of a feature map; any object with these will do.
+    """The attributes that a feature map must have; any object with these will do.
 
-    Everything else that is read of a map is optional: :class:`MapAttributes`. Other attributes are
-    the map's own business.
+    All other attributes that linattn reads are optional: :class:`MapAttributes`. A map may have
+    more of its own.
     """
 
     @property
@@ -34,7 +34,7 @@ class FeatureMap(Protocol):
 
 
 class MapAttributes(Protocol):
-    """What a feature map may say of itself: each attribute is optional, whatever others it has."""
+    """Optional attributes of a feature map; each may be there without the others."""
 
     @property
     def dim(self) -> int | None:
@@ -74,7 +74,7 @@ class MapAttributes(Protocol):
 
     @property
     def sampler(self) -> Any:
-        """Name or record of what drew the projection, for the kit."""
+        """Name or record of the sampler that drew the projection, for the test kit."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class MapAttributes(Protocol):
         ...
 
     def kernel(self, x: Array, y: Array) -> Array:
-        """Kernel ``(..., n, s)`` that the features stand for."""
+        """Kernel ``(..., n, s)`` that the features approximate."""
         ...
 
     def estimate(self, x: Array, y: Array) -> Array:

@@ -32,8 +32,8 @@ MODIFIERS = (
     "key_stop",
     "sinks",
 )
-"""What changes the weights of a problem: where it has one, a whole function is asked only if its
-backend names it among those that it serves (:meth:`Services.modifiers`)."""
+"""Attributes that change the weights of a problem. A whole function of a backend is called for a
+problem with one of them only if :meth:`Services.modifiers` of the backend names it."""
 
 
 class RelativeBias(NamedTuple):
@@ -59,7 +59,7 @@ class RelativeBias(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which keys each query sees, beside a mask: query i stands at ``query_start + i``, key j at j.
+    """Which keys each query sees, beside a mask; query i has position ``query_start + i``, key j j.
 
     Attributes
     ----------
@@ -105,7 +105,7 @@ class Visible(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a pair of query and key weighs beside the map.
+    """Weights of a pair of query and key, beside the map.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class Weights(NamedTuple):
     relative_bias: RelativeBias | None = None
 
     def of_keys(self, change: Callable[[Array], Array]) -> Weights:
-        """Change what has a row for each key."""
+        """Apply ``change`` to every array that has a row for each key."""
         mask, bias, decay = (None if x is None else change(x) for x in self[:3])
         return Weights(mask, bias, decay, self.relative_bias)
 
@@ -141,11 +141,11 @@ class ExactKeys(NamedTuple):
     Attributes
     ----------
     window : int or None
-        Length of the blocks whose keys are exact in their own block and in those beside it.
+        Length w of blocks: the keys of a query's block and of the blocks beside it are exact.
     clusters : int or None
         Clusters whose keys are exact for a query, chosen by the query.
     spec : Exact or None
-        How they are weighed; None where no key is.
+        Spec of the exact weights; None if no key is exact.
     assigned : AssignedKeys or None
         Clusters of the keys and the state after them, where they are known.
     choice_rows : int
@@ -171,7 +171,7 @@ class Policy(NamedTuple):
     chunk_size : int or None
         Tokens a block, or None for the plan's choice.
     num_threads : int or None
-        What the caller allows; None leaves it to the plan.
+        The most threads that the caller allows; None leaves it to the plan.
     tf32 : bool
         Whether float32 products may round their factors to TF32.
     lazy : bool
@@ -186,7 +186,7 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention computation, validated: what a backend's ``plan`` and whole tier are given.
+    """One validated call of attention: the argument of a backend's ``plan`` and whole tier.
 
     Attributes
     ----------
@@ -209,7 +209,7 @@ class Problem:
     sees : Visible
         Which keys a query sees.
     weights : Weights
-        What a pair weighs beside the map.
+        Weights of pairs beside the map.
     exact : ExactKeys
         Keys that a query weighs exactly beside the map.
     policy : Policy
@@ -254,7 +254,7 @@ class Problem:
 
     @property
     def modifiers(self) -> list[str]:
-        """Names in :data:`MODIFIERS` of what this problem has."""
+        """Names in :data:`MODIFIERS` that apply to this problem."""
         weights, sees = self.weights, self.sees
         values = (
             weights.key_bias,

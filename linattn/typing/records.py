@@ -61,7 +61,7 @@ def _brief(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """What a function of a backend returns in place of a result: the generic code takes over.
+    """Returned by a function of a backend in place of a result: the generic code takes over.
 
     Attributes
     ----------
@@ -108,13 +108,13 @@ class Clusters(NamedTuple):
     Attributes
     ----------
     key : Tokens
-        ``(s, d)``, those that count.
+        ``(s, d)``, without masked keys.
     values_and_one : Array
         ``(s, e + 1)``.
     bounds : ndarray of int, (m + 1,)
         Cluster c holds the keys ``bounds[c]`` up to ``bounds[c + 1]``; on the host, as below.
     positions : ndarray of int, (s,)
-        Where they stand in the sequence; ascending within a cluster.
+        Position of each key in its sequence; ascending within a cluster.
     """
 
     key: Tokens
@@ -149,9 +149,9 @@ class Features(NamedTuple):
 class State(NamedTuple):
     """Everything that linear attention remembers of the keys and values seen so far.
 
-    It stands for ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``. States of two sets of keys
-    merge associatively, and in order (:func:`linattn.merge_states`): the earlier one decays by what
-    the later one has decayed in all. Without decay they commute.
+    It represents ``sum_j phi_j [v_j, 1]^T = kvz * exp(log_scale)``. States of two sets of keys
+    merge associatively and in order (:func:`linattn.merge_states`): the earlier state decays by the
+    total decay of the later one. Without decay they commute.
 
     Attributes
     ----------
@@ -179,7 +179,7 @@ class State(NamedTuple):
     num_sequences: int | None = None
 
     def __repr__(self) -> str:
-        """Show shapes and dtypes in place of the numbers, and what applies only to some states."""
+        """Show shapes and dtypes in place of numbers, and optional fields only if they are set."""
         fields = self._asdict()
         if self.log_decay is None:
             del fields["log_decay"]
@@ -222,7 +222,7 @@ class Partial(NamedTuple):
 
 
 class RowScale(NamedTuple):
-    """What the gradient of a row's numerator and denominator is made of.
+    """Scale of a row, from which the cotangents of its numerator and denominator are made.
 
     With ``[num, den] = num_den * exp(log)`` and g the cotangent of ``num / den``, the cotangent of
     ``num_den`` is ``[g * inverse, -inner]``. A row that is 0 because its denominator is has none.
@@ -247,7 +247,7 @@ class RowScale(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """Cotangents of what attention returned.
+    """Cotangents of the results of attention.
 
     Attributes
     ----------

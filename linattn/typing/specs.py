@@ -34,13 +34,13 @@ __all__ = [
 class Activation:
     """A named pointwise function of a :class:`Pointwise` spec.
 
-    A backend recognizes a function by the whole record (``spec.f == RELU``), which a copy is equal
-    to, and never by its name, which is the caller's to choose.
+    A backend recognizes a function by the whole record (``spec.f == RELU``), and never by its name,
+    which a caller may choose freely. A copy of a record is equal to it.
 
     Attributes
     ----------
     name : str
-        What messages call it.
+        Name in messages.
     apply : callable
         ``apply(u, xp) -> (values, log)``: ``f(u) = values * exp(log)``, log ``(..., n, 1)`` or
         None. It may widen the last axis (cosine and sine).
@@ -208,9 +208,9 @@ class Assigned:
     dense : bool
         Whether there are m + p columns.
     landmarks : Array or None
-        ``(..., m, d)``: what the columns stand for, where keys may also be weighed exactly.
+        ``(..., m, d)``: landmark of each column, if keys may also be weighed exactly.
     metric : Array or None
-        ``(..., d, d)``: of the distances to them, symmetric.
+        ``(..., d, d)``: symmetric metric of the distances to landmarks.
     """
 
     __repr__ = one_line
@@ -291,7 +291,7 @@ class ColumnNormalized:
     Attributes
     ----------
     spec : Spec
-        What the queries are evaluated by; exponential (``values`` None), as the key side is.
+        Spec of the queries; exponential (``values`` None), as the key side is.
     """
 
     __repr__ = one_line
@@ -304,14 +304,14 @@ class Corrected:
     """Spec of queries that read a least-squares correction of the state, under a guard.
 
     The state has m + p columns, the spec inside m. With ``N = diag(exp(half_log))``, S the first m
-    columns of the state and Y the others, queries read ``S_1 = N^-1 matrix [N S, Y]``, or S where
-    the correction is not to be trusted. The driver does both: block bodies only ever see the spec
+    columns of the state and Y the others, queries read ``S_1 = N^-1 matrix [N S, Y]``. A query for
+    which it cannot be trusted reads S. The driver does both: block bodies only ever see the spec
     inside and a state of m columns, and are not asked for causal blocks.
 
     Attributes
     ----------
     spec : Spec
-        What the queries are evaluated by; exponential (``values`` None), as the key side is.
+        Spec of the queries; exponential (``values`` None), as the key side is.
     half_log : Array
         ``(..., m)``.
     matrix : Array
@@ -335,7 +335,7 @@ class SeparateDenominator:
     Attributes
     ----------
     spec : Spec
-        What the queries are evaluated by, both halves.
+        Spec of the queries, both halves.
     """
 
     __repr__ = one_line
@@ -360,4 +360,4 @@ Spec: TypeAlias = Exponential | Pointwise | Assigned | Normalized | Opaque
 
 
 MapSpec: TypeAlias = Spec | Affine | ColumnNormalized | Corrected | SeparateDenominator
-"""What a feature map may say of a side; block bodies are given a ``Spec``."""
+"""Specs that a feature map may return for a side; block bodies are given a ``Spec``."""
