@@ -1,4 +1,4 @@
-"""Attention for someone who does not want to choose how."""
+"""Softmax attention that chooses its method for a tolerance."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def attention(
     rng: Seed = None,
     return_report: bool = False,
 ) -> Any:
-    r"""Softmax attention: exact where that is cheap, else in linear time without retraining.
+    r"""Return softmax attention to a tolerance: exact for short inputs, else in less time.
 
     .. math::
         o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j + b_j) \, v_j
@@ -97,16 +97,17 @@ def attention(
     is_causal : bool, optional
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend. Where L = S, masked tokens are not used as queries either: not to fit to,
-        and not to estimate the error.
+        True = attend. If L = S, queries at masked positions are not used to fit landmarks or to
+        estimate the error.
     key_bias : floating array, of the shapes that a mask may have, optional
-        b_j, added to the logits of key j. -inf masks a key, and not the query beside it. Default 0.
+        b_j, added to the logits of key j. -inf masks a key, but not the query at its position.
+        Default 0.
     scale : float, optional
         s > 0; default ``1 / sqrt(d)``.
     tolerance : float or None, optional
-        Largest relative output error of a head, kept with probability 0.95 for each; heads that
-        meet it in no cheaper way are attended to exactly. Default 0.1. None accepts whatever 64
-        landmarks give, on every sequence long enough for them to be cheaper; causal: exact.
+        Largest relative output error of a head, kept with probability 0.95 for each head. A head
+        gets exact attention if no cheaper method meets it. Default 0.1. None: take the result of 64
+        landmarks if the sequence is long enough for them to be cheaper; causal attention is exact.
     rng : int, Generator, SeedSequence or None, optional
         Seed of landmarks, or of the coreset, and of the rows held out.
     return_report : bool, optional
@@ -120,77 +121,78 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.softmax_attention`; a tolerance or scale that is not positive; NaN or inf
-        in tokens that are not masked, where landmarks are fitted.
+        As :func:`linattn.softmax_attention`. The tolerance or scale is not positive; landmarks are
+        fitted, and unmasked tokens hold NaN or inf.
 
     Warns
     -----
     UserWarning
-        After a search it took exact attention, in quadratic time, for some head. With
-        ``tolerance=None``: the estimated error of a head is above 0.1.
+        A search found no cheaper method for some head, which got exact attention in quadratic time.
+        With ``tolerance=None``: the estimated error of a head is above 0.1.
 
     See Also
     --------
-    linear_attention, softmax_attention, CoresetAttention : to choose oneself.
-    linattn.diagnostics.held_out_error : the estimate.
+    linear_attention, softmax_attention, CoresetAttention : the methods, for your own choice.
+    linattn.diagnostics.held_out_error : the estimate of the error.
 
     Notes
     -----
-    Full attention is by :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, with up to
-    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`); without a tolerance
-    there are no clusters but, where L = S, an exact window of 32 tokens. Of more than ``16 m`` keys
-    (at least 1,024) so many are sampled to find landmarks, with odds of which half go by a key's
-    squared distance to the mean key, and more landmarks of a head have the probes of the first.
-    From 8,192 queries on, with a tolerance, queries choose of 512 and more clusters together: they
-    are ordered so that those with like logits lie side by side, and each run of 8 chooses the
-    clusters with the largest sums, over its queries, of a cluster's largest weight by its landmark
-    over that of the query's largest, times what ``exact_clusters`` ranks by but the query, biases
-    of keys included. Queries that are masked come last. Traced arrays, at which nothing can be
-    fitted, take exact attention.
+    *Full attention* uses :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, and up to
+    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`). Without a tolerance
+    it uses no clusters but, if L = S, an exact window of 32 tokens. Landmarks are found from a
+    sample of at most ``max(16 m, 1024)`` keys. Half of a key's odds are proportional to its squared
+    distance to the mean key. All fits of a head use the same probes. Traced arrays cannot be fitted
+    to: they get exact attention.
 
-    *Causal attention.* The later half of the queries sees all keys of the earlier half: that square
-    is full attention, by landmarks with exact clusters, fitted to keys and queries of the earlier
-    half alone. So it goes on within both halves while squares are large enough; what is left near
-    the diagonal is exact. A head for which few entries are expected to do, by the error of 64
-    landmarks for the largest square, is attended to by :class:`linattn.CoresetAttention`, with
-    blocks of 128 tokens, or of m where that is more. Without a tolerance all heads are exact.
-    What was chosen, of which the exact rows of the whole sequence decide, an output of token i
-    depends on no later token.
+    From 8,192 queries and 512 clusters on, with a tolerance, runs of 8 queries choose their
+    clusters together. Queries are ordered so that similar logits are neighbors; masked queries come
+    last. The score of a cluster for a query is its largest weight through its landmark over the
+    query's largest, times the ranking of ``exact_clusters`` without the query's term, biases
+    included. A run chooses the clusters with the largest sum of scores.
 
-    *Search.* All heads are tried with m = 64, in full attention beyond some 14,000 keys with 128
-    and beyond some 39,000 with 256. The exact rows tell the error for every number of exact
-    clusters at once, and the cheapest that meets the tolerance is taken. A head is tried once more
-    with the power of 2 at which it is expected to cost least, because errors fall with about the
-    square root of m; what does not promise to be cheaper than exact attention is not tried. Heads
-    of one number are worked on together. The first trial is made where it takes at most 0.15 of the
-    time of exact attention (causal: 0.1 of that of a square, and so any other) even if it is in
-    vain: a head is judged by 64 of its rows, and by as many as the tolerance needs if these promise
-    to save a quarter and no more landmarks to save much more. Shorter sequences are attended to
-    exactly at once. More landmarks are tried only where the squared error falls 2.75 times as fast
-    with the first clusters as with as many keys at random. Squares share the tolerance, of which
-    the sum of their squared errors is; the output of all is judged by other rows, at least twice as
-    many.
+    *Causal attention* is divided into squares. The later half of the queries sees all keys of the
+    earlier half. That square is full attention, with landmarks and exact clusters fitted to the
+    earlier half only. Both halves are divided in the same way, while squares are large enough; the
+    rest near the diagonal is exact. The error of 64 landmarks in the largest square predicts how
+    many entries a coreset needs. If these are few, the head uses :class:`linattn.CoresetAttention`
+    with blocks of max(128, m) tokens. Without a tolerance all heads are exact. Given the chosen
+    methods (which rows of the whole sequence decide), output i depends on no later token.
 
-    *Error.* It is always estimated, from rows of exact attention that nothing was fitted to: a 32nd
-    of all, at least 64 and at most 256 a head, and up to a quarter of all where the tolerance needs
+    *Search.* All heads are tried with m = 64, in full attention beyond about 14,000 keys with 128
+    and beyond about 39,000 with 256. The exact rows give the error for every number of exact
+    clusters, and the cheapest number within the tolerance is taken. Errors fall about with the
+    square root of m. So a head may be tried once more, with the power of 2 of the least expected
+    cost, if that is below exact attention. It also needs a squared error that falls 2.75 times as
+    fast with the first clusters as with equally many random keys. Heads with one m run together.
+
+    The first trial is made only if a useless one takes at most 0.15 of the time of exact attention
+    (causal: any trial, 0.1 of the time of its square). Shorter sequences get exact attention
+    directly. A head is first judged by 64 rows. It is judged by all the rows that its tolerance
+    needs if the first ones promise to save a quarter, and more landmarks do not promise much more.
+    The squares of a head share its tolerance: their squared errors sum to its square. The final
+    output is judged by other rows, at least twice as many.
+
+    *Error.* It is always estimated, from rows of exact attention that were not used in a fit: a
+    32nd of all, at least 64 and at most 256 a head, and up to a quarter if the tolerance needs
     them. They are drawn with odds ``1 / 2 + l_i / (6 mean l) + s_i / (3 mean s)`` and weighed by
-    one over them. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of the query less the mean query,
-    and ``s_i = w_i / (1 + w_i)`` with the weight ``w_i = exp(s q_i.k_i + b_i - found_i)`` of the
-    query's own key over what the first landmarks find for all keys (without own keys, ``l_i / 2``).
-    What is compared with the tolerance is the ``bound`` of
-    :func:`linattn.diagnostics.held_out_error` at a probability of ``1 - 0.05 / n``, where n is how
-    many trials a head may have, so that one that is taken by luck has a probability of 0.05 in all.
-    Its rule of three says how little rows that agree can promise: rows that were not drawn count as
-    far off as the mean output, times 2 for their odds. The bound may miss rows that are further off
-    than that. In full attention the same rows choose how many clusters are exact, and judge.
+    the inverse odds. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean
+    query. ``s_i = w_i / (1 + w_i)`` has the weight ``w_i = exp(s q_i.k_i + b_i - found_i)`` of the
+    query's own key over the sum that the first landmarks find for all keys. Without own keys the
+    last term is replaced by ``l_i / 2``.
 
-    Biased: the error is that of the landmarks, and does not average out. Attention without
-    structure (independent Gaussian keys with logits of standard deviation 1 and more) defeats every
-    linear method.
+    The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
+    probability of ``1 - 0.05 / n``. A head may have n trials: a lucky one passes with a probability
+    of 0.05 in all. The bound uses a rule of three: rows that were not drawn count as wrong by the
+    mean output, times 2 for their odds. It may miss rows with larger errors. In full attention the
+    same rows choose the number of exact clusters and judge it.
 
-    Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, p probes, and
-    for h held-out rows O(h S (d + e)) and O(S (e + h)) of a head. Held-out rows are worked out on
-    the host.
+    The error of landmarks is a bias and does not average out. Attention without structure
+    (independent Gaussian keys with logits of standard deviation 1 and more) defeats every linear
+    method.
+
+    Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, with p
+    probes. For h held-out rows O(h S (d + e)) more time and O(S (e + h)) more memory a head.
+    Held-out rows are computed on the host.
 
     Examples
     --------
@@ -230,14 +232,14 @@ def attention(
 
 
 def _way_to_choose(problem: Problem) -> ModuleType | None:
-    """Return what finds a way for each head; None where nothing can be fitted."""
+    """Return the function that chooses methods for the heads; None if nothing can be fitted."""
     if problem.policy.lazy:
         return None
     return _causal if problem.sees.is_causal else _full
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:
-    """Say what a caller has to know; "" for nothing."""
+    """Return the text of the warning, "" for none."""
     if given.tolerance is None:
         errors = [0.0 if np.isnan(head.error) else head.error for head in heads]
         worst = int(np.argmax(errors))

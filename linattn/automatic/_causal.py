@@ -25,25 +25,26 @@ from linattn.typing import Array
 __all__ = ["attend", "is_worth_a_search"]
 
 MAX_TRIALS = 2
-"""Of a head: each gets a share of the probability to fail."""
+"""Trials of a head; each gets an equal share of the probability to fail."""
 
 FRESH_ROWS = 2
-"""Rows that judge what was chosen, over those that it was chosen by."""
+"""Number of rows that judge a choice, over the number of rows that made it."""
 
 ENTRIES = (64, 128, 256, 512, 1024)
 
 CORESET_ERROR, EXPONENT = 3.0, 0.35
-"""Error of a coreset over that of as few landmarks for the largest square: 2.2 to 4.2 for heads of
-a text encoder at 16,384 and 65,536 tokens; and with which power of entries it falls at least."""
+"""Error of a coreset over the error of equally many landmarks in the largest square, and the power
+of the number of entries with which it falls at least. Measured: 2.2 to 4.2 for heads of a text
+encoder at 16,384 and 65,536 tokens."""
 
 MARGIN = 1.4
-"""Of a tolerance over the error that is expected of a coreset, for one to be tried."""
+"""Tolerance over the expected error of a coreset, from which a coreset is tried."""
 
 
 def is_worth_a_search(given: Given) -> bool:
     """Whether a coreset or landmarks may be tried: never without a tolerance.
 
-    64 entries, whatever they give, cost a language model .128 nats a token at 2,752 tokens.
+    Without a check, 64 entries cost a language model .128 nats a token at 2,752 tokens.
     """
     return given.tolerance is not None and bool(squares_of(given, num_rows_of(given.problem, None)))
 
@@ -53,7 +54,7 @@ def _rows_work(given: Given, num_rows: int) -> Work:
 
 
 def attend(given: Given) -> Answer:
-    """Attention by coresets and landmarks where they are cheap and near, exact elsewhere."""
+    """Attend with coresets and landmarks if they are cheap and accurate enough, else exactly."""
     assert given.tolerance is not None
     num_rows = num_rows_of(given.problem, None)
     squares = squares_of(given, num_rows)
@@ -77,7 +78,7 @@ def attend(given: Given) -> Answer:
 
 
 def _expected_entries(first_error: float, tolerance: float) -> int | None:
-    """Fewest entries with which the tolerance is expected to be met."""
+    """Return the fewest entries that are expected to meet the tolerance."""
     for m in ENTRIES:
         expected = CORESET_ERROR * first_error * (MIN_FEATURES / m) ** EXPONENT
         if MARGIN * expected <= tolerance:
@@ -86,7 +87,7 @@ def _expected_entries(first_error: float, tolerance: float) -> int | None:
 
 
 class _Ways:
-    """How heads are attended to, each judged by the same exact rows."""
+    """Outputs of the heads so far; each method of a head is judged by the same exact rows."""
 
     def __init__(self, given: Given, rows: CausalRows) -> None:
         self.rows, self._given = rows, given
@@ -95,7 +96,7 @@ class _Ways:
         self._parts: list[tuple[Sequence[int], Array]] = []
 
     def take_coreset(self, m: int, heads: Sequence[int], search: Work) -> None:
-        """Attend to some heads with m entries, where that is near enough."""
+        """Attend to some heads with m entries; store the outputs within the tolerance."""
         given, arrays = self._given, self._given.heads(heads)
         block, work = coreset_block(m), search.plus(coreset_work(given.problem, m))
         stream = CoresetAttention(m, block_size=block, scale=given.scale, rng=given.generator)
@@ -110,13 +111,13 @@ class _Ways:
         self._take(heads, output, [record] * len(heads))
 
     def take_squares(self, squares: Squares, records: Sequence[HeadRecord]) -> None:
-        """Attend to the heads left for which squares were chosen, where that is near enough."""
+        """Attend to remaining heads in squares, if chosen; store the outputs within tolerance."""
         heads = [head for head in self._left() if records[head].num_features]
         if heads:
             self._take(heads, squares.attend(heads), [records[head] for head in heads])
 
     def take_exact(self, records: Sequence[HeadRecord]) -> None:
-        """Attend to the heads left exactly; ``records`` of those that nothing else was tried of."""
+        """Attend to the remaining heads exactly; ``records`` are for heads without a trial."""
         heads = self._left()
         if not heads:
             return

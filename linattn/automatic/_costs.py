@@ -1,4 +1,4 @@
-"""Pairs that each way to attend works out, and what they cost beside a pair of exact attention."""
+"""Costs of the methods: how many pairs each computes, in units of a pair of exact attention."""
 
 from __future__ import annotations
 
@@ -32,73 +32,74 @@ __all__ = [
 
 PROBES = 128
 MIN_FEATURES, FEW_KEYS, GROWTH = 64, 8192, 2 / 3
-"""Landmarks of the first trial, of no more than so many keys; the power with which they grow."""
+"""Landmarks of the first trial up to a number of keys, and the power with which they grow."""
 
 WINDOW = 32
 CORESET_BLOCK = 128
 
 MAX_SEARCH = 0.15
-"""Largest cost of a first trial over that of exact attention: what a search in vain may take."""
+"""Largest cost of a first trial, which may be useless, over the cost of exact attention."""
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
-"""Exact rows of each head: a 32nd of all, within these."""
+"""Bounds of the number of exact rows of a head, a 32nd of all."""
 
 FIRST_ROWS = 64
-"""Rows that judge a head first."""
+"""How many rows judge a head first."""
 
 ROW_LEVEL, MAX_ROWS = 14.8, 1 / 4
-"""Rows times the square of the tolerance, and the most rows, of all queries. By the rule of three
-so many rows promise half of the squared tolerance where outputs have a mean of 0, with ``2 log(40)
-/ h``: two trials share .05, and a row may have half of the odds. Of others fewer are worked out."""
+"""Number of rows times the squared tolerance, and the largest share of all queries. If outputs have
+mean 0, the rule of three bounds the squared error by ``2 log(40) / h`` with h rows. This number
+makes it half of the squared tolerance: two trials share .05, and a row may have half of the mean
+odds. Other outputs need fewer rows."""
 
 VAIN = 1.4
-"""Time of a search in vain, as measured, over that of the work of its fits."""
+"""Measured time of a useless search over the counted time of its fits."""
 
 CHOSEN_SIZE = 0.6
-"""Keys of a chosen cluster over those of all in the mean: queries choose small ones."""
+"""Mean size of chosen clusters over the mean size of all: queries choose small ones."""
 
 MAX_PROMISED = 0.75
-"""Cost that a head is to promise, over that of exact attention, to be judged by all of its rows."""
+"""Expected cost over exact attention, up to which a head is judged by all of its rows."""
 
 MIN_SHARED = 512
-"""Clusters from which queries choose together."""
+"""Number of clusters from which runs of queries choose together."""
 
 SHARED_VISIT = 0.3
-"""Time of a query's visit to a cluster beside others, over that of one by itself."""
+"""Time of a query's visit to a cluster in a run of queries, over the time of a single visit."""
 
 SAMPLED_KEYS, CLUSTER_PASSES = 16, 2
-"""Keys of a fit for each landmark, and how often they meet all landmarks there."""
+"""Keys per landmark in a fit, and how many passes over all landmarks they take."""
 
 
 class Work(NamedTuple):
-    """Pairs of tokens, or of a token and a column, by kind.
+    """Counts of pairs, of two tokens or of a token and a column, by kind.
 
     Attributes
     ----------
     exact : float
-        Weighted exactly, blocks of queries by blocks of keys.
+        Exact pairs, in blocks of queries by blocks of keys.
     features : float
-        Of a query or key and a landmark, a probe or an entry.
+        Pairs of a query or key with a landmark, a probe or an entry.
     near : float
-        Weighted exactly in a window.
+        Exact pairs in a window.
     prefixes : float
-        Of a query and a landmark, of whose keys the far ones are summed for each block of a window.
+        Pairs of a query with a landmark, where each block of a window sums the far keys.
     gathered : float
-        Weighted exactly after queries and keys have been gathered by cluster.
+        Exact pairs after gathering queries and keys by cluster.
     chosen : float
-        Of a query and a cluster, where queries choose clusters, each for itself: met once more.
+        Pairs of a query with a cluster, if each query chooses alone.
     distances : float
-        Of a sampled key and a centroid.
+        Pairs of a sampled key with a centroid.
     streamed : float
-        Of the blocks and entries of a coreset.
+        Pairs in the blocks and entries of a coreset.
     sampled : float
-        Keys that are clustered: no pairs, but what is done for each takes time too.
+        Number of clustered keys, not pairs: each takes some time.
     visits : float
-        Of clusters by queries that have chosen them: no pairs either.
+        Number of clusters that queries visit, not pairs.
     shared : float
-        Of a query and a cluster, where queries choose clusters together.
+        Pairs of a query with a cluster, if runs of queries choose together.
     heads : float
-        What is done once for a head, or for all of a call: no pairs either.
+        Work done once for a head or for a call, not pairs.
     """
 
     exact: float = 0.0
@@ -152,31 +153,31 @@ OF_WIDTH = Work(
     shared=0.003,
     heads=0.0,
 )
-"""Nanoseconds that one of each kind takes on a core of an AMD EPYC: a fixed number, and so many for
-each of ``d + e`` numbers of a key and its value. Only ratios count. From calls with (d, e) of
-(4, 1), (16, 1), (32, 32) and (64, 64), 64 and 256 landmarks: selection and gathers cost the same at
-any width, so that narrow heads gain less."""
+"""Nanoseconds of each kind on a core of an AMD EPYC: a constant, and a slope in ``d + e``, the
+numbers in a key and its value. Only ratios count. Fitted to calls with (d, e) of (4, 1), (16, 1),
+(32, 32) and (64, 64), and 64 and 256 landmarks. Selection and gathers cost the same at any width,
+so that narrow heads gain less."""
 
 
 def cost_of(work: Work, problem: Problem) -> float:
-    """Pairs of exact attention that take as long as some work."""
+    """Return the number of exact pairs that take as long as some work."""
     width = problem.query.shape[-1] + problem.value.shape[-1]
     times = [fixed + more * width for fixed, more in zip(FIXED, OF_WIDTH, strict=True)]
     return float(sum(map(mul, work, times)) / times[0])
 
 
 def window_of(problem: Problem) -> int:
-    """Block length that an exact window of full attention may have; 0 where it can have none."""
+    """Return the block length of an exact window of full attention; 0 if it can have none."""
     return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else 0
 
 
 def choice_rows_of(problem: Problem, m: int) -> int:
-    """Count the queries that choose some of m clusters together: it pays with many clusters."""
+    """Return how many queries choose among m clusters together: more than 1 for many clusters."""
     return problem.exact.choice_rows if m >= MIN_SHARED else 1
 
 
 def num_rows_of(problem: Problem, tolerance: float | None) -> int:
-    """Exact rows of each head from which its error is estimated and bounded."""
+    """Return the number of exact rows that estimate and bound the error of a head."""
     length = int(problem.query.shape[-2])
     rows = max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT))
     if tolerance is not None:
@@ -191,13 +192,13 @@ def exact_pairs(problem: Problem) -> float:
 
 
 def first_features(problem: Problem, tolerance: float | None) -> int:
-    """Landmarks that all heads are tried with, a power of 2; without a tolerance the fewest."""
+    """Return the number of landmarks of the first trial, a power of 2."""
     times = max(1.0, problem.key.shape[-2] / FEW_KEYS)
     return MIN_FEATURES << (0 if tolerance is None else round(GROWTH * log2(times)))
 
 
 def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
-    """Fitting m landmarks and judging them by some exact rows."""
+    """Return the work of fitting m landmarks and judging them by some exact rows."""
     S = problem.key.shape[-2]
     sampled = min(S, max(SAMPLED_KEYS * m, 1024))
     return Work(
@@ -210,7 +211,7 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
 
 
 def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
-    """Attention by m landmarks, a share of the keys exactly by content, a window; 0 for none."""
+    """Return the work of attention with m landmarks, a share of exact keys, and a window."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
     alone = choice_rows_of(problem, m) == 1
     met = float(L * m) if share else 0.0
@@ -227,24 +228,24 @@ def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
 
 
 def coreset_block(m: int) -> int:
-    """Block length of a coreset of m entries: with fewer than m, reductions take the time."""
+    """Return the block length of a coreset of m entries: shorter blocks cost more reductions."""
     return max(CORESET_BLOCK, m)
 
 
 def coreset_work(problem: Problem, m: int) -> Work:
-    """Attention by a coreset: queries read entries and two blocks, entries and keys meet thrice."""
+    """Return the work of a coreset: queries read entries and two blocks; keys are read thrice."""
     L, B = problem.query.shape[-2], coreset_block(m)
     streamed = L * (m + 2 * B) + L / B * 3 * m * (m + B)
     return Work(streamed=streamed, sampled=L * CORESET_BLOCK / B)
 
 
 def may_search(problem: Problem, first: Work, tolerance: float | None) -> bool:
-    """Whether a first trial may be made: with a tolerance, even if it were in vain."""
+    """Whether a first trial may be made; with a tolerance it must be cheap enough to be useless."""
     most = 1.0 if tolerance is None else MAX_SEARCH
     return cost_of(first, problem) <= most * exact_pairs(problem)
 
 
 def may_be_in_vain(problem: Problem, m: int) -> bool:
-    """Whether m landmarks may be tried even if that is in vain: seen by few rows."""
+    """Whether a useless trial of m landmarks, judged by few rows, is cheap enough."""
     first = fit_work(problem, m, FIRST_ROWS)
     return VAIN * cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem)

@@ -1,8 +1,8 @@
-"""Error of landmarks on held-out rows, for every number of clusters that might count exactly.
+"""Error of landmarks on held-out rows, for every possible number of exact clusters.
 
-The exact row of a query is the sum of its clusters' exact parts, so that it tells at no further
-cost what is gained by each. Letters: ``h`` rows, ``S`` keys, ``C`` clusters, ``m`` landmarks, ``p``
-probes, ``e`` value dim, ``l`` levels.
+The exact row of a query is the sum of the exact parts of its clusters. So the gain of each exact
+cluster costs no further products. Letters: ``h`` rows, ``S`` keys, ``C`` clusters, ``m`` landmarks,
+``p`` probes, ``e`` value dim, ``l`` levels.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["Clusters", "ErrorCurve", "clusters_and_missing", "error_curve"]
 Floats = NDArray[Any]
 
 TILE = 1 << 17
-"""Logits of keys and probes, or landmarks, that are worked on at a time."""
+"""How many logits of keys with probes or landmarks are computed in one tile."""
 
 SHORT_PRODUCT = 1 << 19
-"""Multiplications of a short product: with 16 keys, dim 32 and 1,024 landmarks .7 ns a logit, where
-whole tiles take 1.2. Where BLAS has no kernels for them, fewer would take more than whole ones."""
+"""Multiplications in a short product. With 16 keys, dim 32 and 1,024 landmarks it takes .7 ns a
+logit, a whole tile 1.2. Without BLAS kernels for them, shorter products are slower than tiles."""
 
 LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
-"""Smallest log weight that counts for what it is, and what the weights of a row may sum up to: then
-it is lost in rounding, and nothing is out of range."""
+"""Smallest log weight that is not clipped, and the largest sum of weights of a row. A clipped
+weight is then lost in rounding, and no number leaves the range."""
 
 MIN_TOTAL = 1e-30
-"""Smallest sum of exponentials that are taken as they are, of which underflow takes nothing."""
+"""Smallest sum of exponentials without a shift: above it underflow does not matter."""
 
 
 class ErrorCurve(NamedTuple):
@@ -45,16 +45,16 @@ class ErrorCurve(NamedTuple):
     Attributes
     ----------
     error, bound : ndarray, (w, l)
-        Relative output error on the held-out rows, and its upper bound: without a window, and,
-        where one is asked for, with it.
+        Relative output error on the held-out rows, and its upper bound. The first row is without a
+        window, the second with the window, if there is one.
     share : ndarray, (l,)
-        Keys of those clusters, of all keys, in the mean over rows.
+        Share of all keys in the exact clusters, in the mean over rows.
     floor : float
-        What a bound by all rows is at least.
+        Lower limit of a bound from all rows.
     rows : int
-        How many rows were worked out.
+        Number of computed rows.
     keys : KeyClusters or None
-        The clusters; None where there is no key, or they are not known.
+        The clusters; None if there is no key, or if they are not computed.
     """
 
     error: NDArray[np.float64]
@@ -66,12 +66,12 @@ class ErrorCurve(NamedTuple):
 
 
 class KeyClusters(NamedTuple):
-    """Clusters of the keys of one head, with a column each, of which some may be empty.
+    """Clusters of the keys of one head: one column each, some perhaps empty.
 
     Attributes
     ----------
     positions, of_key : ndarray of int, (S,)
-        Keys that are not masked, and their columns.
+        Unmasked keys, and their columns.
     bias : ndarray, (m,)
         Log of the mean weight of a cluster's keys times their root mean square distance.
     kvz, log_scale : ndarray, (m, e + 1), (m,)
@@ -97,7 +97,7 @@ class Landmarks(NamedTuple):
     probes, table : ndarray, (d, p), (m, p)
         The log weight of a key of landmark c is the log sum of ``exp(key.probes + table_c)``.
     metric : ndarray, (d, d)
-        Of the distances of keys to their landmarks.
+        Metric for the distances of keys to their landmarks.
     """
 
     b: Floats
@@ -111,7 +111,7 @@ class Landmarks(NamedTuple):
     def of(
         cls, phi: LandmarkFeatures, lead: tuple[int, ...], index: tuple[int, ...], dtype: Any
     ) -> Landmarks:
-        """Take those of one head of a map."""
+        """Return the landmarks of one head of a map."""
         b, images, bias, probes, lognorm, table, metric = (
             np.broadcast_to(x, (*lead, *x.shape[x.ndim - axes :]))[index]
             for x, axes in (
@@ -128,7 +128,7 @@ class Landmarks(NamedTuple):
         return cls(*(np.ascontiguousarray(x, dtype=dtype) for x in arrays))
 
     def assign(self, key: Floats) -> tuple[NDArray[np.intp], Floats]:
-        """Landmark of each key, and its log weight there."""
+        """Return the landmark of each key, and the log weight of the key there."""
         index, log = np.empty(len(key), np.intp), np.empty(len(key), key.dtype)
         size, (m, p) = max(64, TILE // max(self.table.shape)), self.table.shape
         of_landmarks = np.empty((size, m), key.dtype)
@@ -154,7 +154,7 @@ class Landmarks(NamedTuple):
 
 
 def _short_products(x: Floats, y: Floats, out: Floats) -> Floats:
-    """``x y`` into ``out``, few rows at a time: BLAS multiplies them without packing y."""
+    """Write ``x y`` into ``out``, few rows at a time: BLAS multiplies these without packing y."""
     size = max(1, SHORT_PRODUCT // y.size)
     whole = len(x) - len(x) % size
     if whole:
@@ -169,14 +169,14 @@ class Clusters(NamedTuple):
 
     b: Floats
     column: NDArray[np.intp]
-    """Number of the landmark of each, (C,)."""
+    """Landmark of each cluster, (C,)."""
     starts: NDArray[np.intp]
     sizes: NDArray[np.intp]
     of_key: NDArray[np.intp]
     key: Floats
     values_and_one: Floats
     weight: Floats
-    """Of each key, over the largest of its cluster."""
+    """Weight of each key over the largest weight in its cluster."""
     log_scale: Floats
     """Log of that largest weight, (C,)."""
     sums: Floats
@@ -184,9 +184,9 @@ class Clusters(NamedTuple):
     bias: Floats
     """Log of the mean weight of a cluster's keys times their root mean square distance, (C,)."""
     place: NDArray[np.intp]
-    """Where each key of the head is now."""
+    """Position of each key of the head in this order."""
     key_bias: Floats | None
-    """Of each key, (S, 1)."""
+    """Bias of each key, (S, 1)."""
 
     @classmethod
     def of(cls, head: Head, landmarks: Landmarks, scale: float) -> Clusters:
@@ -240,9 +240,9 @@ class Clusters(NamedTuple):
         return KeyClusters(positions, of_key, bias, kvz, log_scale)
 
     def missing(self, query: Floats, own_logits: Floats) -> Floats:
-        """Share of its weight that each query would miss of its own key, by logits of these.
+        """Return, for each query, the share of weight on its own key that landmarks may miss.
 
-        ``r / (1 + r)`` with r the weight over what the query finds by landmarks.
+        ``r / (1 + r)`` with r the weight of the own key over the sum that landmarks find.
         """
         found = np.empty_like(own_logits)
         log_size = self.log_scale + np.log(self.sums[:, -1])
@@ -255,15 +255,15 @@ class Clusters(NamedTuple):
         return np.where(np.isfinite(share), share, 0)
 
     def largest_logs(self, rows: Floats) -> Floats:
-        """Largest log weight of any key, (h,), by rows ``(d, h)``."""
+        """Return the largest log weight of any key, (h,), for rows ``(d, h)``."""
         size = max(16, TILE // rows.shape[-1])
         tiles = (slice(start, start + size) for start in range(0, len(self.key), size))
         return np.asarray(np.max([self._logs(rows, keys).max(axis=0) for keys in tiles], axis=0))
 
     def exact_sums(self, rows: Floats, shift: Floats, sums: Floats) -> None:
-        """Sum exact weights over the exponential of a shift, with values and ones, by cluster.
+        """Sum exact weights times values and ones by cluster, in units of exp(shift).
 
-        By rows ``(d, h)``, into sums (C, h, e + 1).
+        For rows ``(d, h)``, into sums (C, h, e + 1).
         """
         h, bounds = rows.shape[-1], [*self.starts.tolist(), len(self.key)]
         # Clusters of about so many keys are worked on together: each has few by itself.
@@ -290,7 +290,7 @@ class Clusters(NamedTuple):
         return np.asarray(logs)
 
     def order_together(self, choosers: Floats) -> NDArray[np.intp]:
-        """Clusters in the order in which queries ``(h, r, d)`` choose them together, (h, C)."""
+        """Return the order in which runs of queries ``(h, r, d)`` choose clusters, (h, C)."""
         scores = scores_together(choosers @ self.b.T + self.log_scale, self.bias, self.log_scale)
         return np.argsort(-scores, axis=-1)
 
@@ -298,27 +298,27 @@ class Clusters(NamedTuple):
 def clusters_and_missing(
     keys: Head, landmarks: Landmarks, scale: float, query: Floats, own_logits: Floats
 ) -> tuple[Clusters, Floats]:
-    """Sort the keys of a head; also the share of its weight that each query would miss."""
+    """Sort the keys of a head; also return the share of weight that each query may miss."""
     with ignore_fp_warnings():
         clusters = Clusters.of(keys, landmarks, scale)
         return clusters, clusters.missing(query, own_logits)
 
 
 class _Weights(NamedTuple):
-    """Attention of the rows, over the exponential of a shift of each."""
+    """Weights of the held-out rows, in units of exp(shift) of each row."""
 
     sums: Floats
-    """Of keys, with values and ones, by cluster, (C, h, e + 1)."""
+    """Exact weights times values and ones, summed by cluster, (C, h, e + 1)."""
     by_landmark: Floats
-    """Of a cluster's largest weight by its landmark, (h, C)."""
+    """Largest weight of each cluster through its landmark, (h, C)."""
     order: NDArray[np.intp]
-    """Clusters from the one that is expected to be off by the most down, (h, C)."""
+    """Clusters in decreasing order of their expected error, (h, C)."""
     shift: Floats
-    """Log of the largest weight, or about that, (h,)."""
+    """Log of the largest weight, approximately, (h,)."""
 
     @classmethod
     def of(cls, head: Head, clusters: Clusters, scale: float, sums: Floats) -> _Weights:
-        """Work out those of some rows, the sums in place."""
+        """Compute the weights of some rows, with the sums in place."""
         query = head.query
         logs = query @ clusters.b.T + clusters.log_scale
         rows = np.ascontiguousarray((query * query.dtype.type(scale)).T)
@@ -337,7 +337,7 @@ class _Weights(NamedTuple):
         return cls(sums, np.exp(logs, out=logs), order, shift)
 
     def with_rows(self, more: _Weights, sums: Floats) -> _Weights:
-        """Put more rows after these; their sums are there already."""
+        """Append more rows, whose sums are already in place."""
         return _Weights(sums, *map(np.concatenate, zip(self[1:], more[1:], strict=True)))
 
 
@@ -352,10 +352,10 @@ def error_curve(
     rows_wanted: Callable[[ErrorCurve], int] | None = None,
     clusters: Clusters | None = None,
 ) -> ErrorCurve:
-    """Error of one head on its held-out rows for each number of exact clusters.
+    """Compute the error of one head on its held-out rows for each number of exact clusters.
 
-    Without the window, and with it. Where it is asked, a part of the rows says how many are wanted:
-    of a head that does not promise much, no others.
+    Errors are without and with the window. ``rows_wanted`` sees the curve of the first rows and
+    returns how many rows to compute in all, 0 for no more.
     Time O(h S (d + e) + S (m + p) d), memory O(h S + h C e).
     """
     if not len(head.key):
@@ -426,13 +426,13 @@ def _error_curve(
 
 
 def _floor(head: Head, unseen: Any, units: Floats, probability: float) -> float:
-    """Bound of rows without any error."""
+    """Return the bound for rows without any error."""
     _, bound = head.error_and_bound(np.zeros_like(units), units, probability, unseen)
     return float(bound)
 
 
 def _add_beside(sums: Floats, shift: Floats, beside: Floats, log: Floats) -> None:
-    """Add to sums, in units of the exponential of a shift, others in units of their own."""
+    """Add other sums, in other units, to sums in units of exp(shift)."""
     top = np.maximum(shift, log)
     sums *= np.exp(shift - top)[:, None]
     sums += beside * np.exp(log - top)[:, None]
@@ -441,7 +441,7 @@ def _add_beside(sums: Floats, shift: Floats, beside: Floats, log: Floats) -> Non
 def _add_clusters(
     parts: Floats, weights: _Weights, clusters: Clusters, levels: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Put the best clusters' exact parts in place of their landmarks'; return their share."""
+    """Replace the landmark parts of the best clusters by exact parts; return their share."""
     most = min(max(levels), len(clusters.b))
     if not most:
         return np.zeros(len(levels))
@@ -465,7 +465,7 @@ class _Near(NamedTuple):
     gained: Floats
     """Exact weights less those at the landmarks, (h, w)."""
     rank: NDArray[np.intp]
-    """How many clusters would count exactly before a key's own, (h, w)."""
+    """Rank of a key's cluster in the order of choice, (h, w)."""
     values_and_one: Floats
 
     @classmethod
@@ -490,6 +490,6 @@ class _Near(NamedTuple):
         return cls(gained, rank[rows, cluster], head.values_and_one.take(found, axis=0))
 
     def add(self, parts: Floats, levels: tuple[int, ...]) -> None:
-        """Put exact weights into the place of the landmarks', where these still count."""
+        """Replace landmark weights by exact weights for keys whose clusters are not exact."""
         counted = (self.rank[:, None, :] >= np.array(levels)[:, None]) * self.gained[:, None, :]
         parts += np.swapaxes(counted @ self.values_and_one, 0, 1)

@@ -1,4 +1,4 @@
-"""Full attention by landmarks, for each head as many as it needs."""
+"""Full attention with landmarks: each head gets the number that it needs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from linattn.typing import Array, Problem, State
 __all__ = ["MAX_FITS", "Search", "attend", "is_worth_a_search", "some_heads"]
 
 MAX_FITS = 2
-"""Of a head: each gets a share of the probability to fail, with a window and without two."""
+"""Trials of a head, which share the probability to fail: with a window, two without it."""
 
 
 def is_worth_a_search(given: Given) -> bool:
-    """Whether landmarks may be tried, with a tolerance even in vain."""
+    """Whether landmarks may be tried; with a tolerance a useless trial must be cheap enough."""
     problem, num_rows = given.problem, num_rows_of(given.problem, given.tolerance)
     if not largest_trial(problem, given.tolerance, num_rows):
         return False
@@ -64,7 +64,7 @@ def is_worth_a_search(given: Given) -> bool:
 
 
 def attend(given: Given) -> Answer:
-    """Attention by landmarks where that is cheap and near, exact elsewhere."""
+    """Attend with landmarks if they are cheap and accurate enough, else exactly."""
     if given.tolerance is not None and given.problem.query.shape[-2] >= MIN_ORDERED:
         exact = given.problem.exact._replace(choice_rows=CHOICE_ROWS)
         given = given._replace(problem=given.problem.replace(exact=exact))
@@ -91,13 +91,13 @@ class Search:
     given : Given
         Arguments of full attention.
     tokens : TokensOfHeads
-        By which heads are judged.
+        Tokens and rows that judge the heads.
     parts : int
-        How many such searches together have the probability to fail: those of one call.
+        Number of searches of one call, which share the probability to fail.
     earlier : Given or None
-        Whose queries landmarks are fitted to; None for those of ``given``.
+        Queries that landmarks are fitted to; None for the queries of ``given``.
     orders : HostTokens or None
-        Tell which queries choose clusters together; None where each chooses for itself.
+        Gives the order in which queries choose clusters together; None if each chooses alone.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Search:
         self._probability = 1 - (1 - PROBABILITY) / (MAX_FITS * (2 if self.window else 1) * parts)
 
     def fit(self, m: int, chosen: Sequence[int]) -> LandmarkFeatures:
-        """Fit m landmarks to some heads; their leading axes are those of the call for all."""
+        """Fit m landmarks to some heads; for all heads leading axes are as in the call."""
         given, problem = self.given, self.given.problem
         heads = given.heads(chosen)
         all_heads = len(chosen) == given.num_heads
@@ -176,7 +176,7 @@ class Search:
         return phi, curves
 
     def _drawn_clusters(self, index: tuple[int, ...], landmarks: Landmarks) -> Clusters | None:
-        """Draw the rows of a head by the first landmarks; return the clusters that tell which."""
+        """Draw the rows of a head by the first landmarks; return the clusters used for it."""
         tokens, scale = self._orders, self.given.scale
         if tokens is None or tokens.is_drawn(index):
             return None
@@ -191,7 +191,7 @@ class Search:
         return clusters
 
     def _wanted(self, m: int) -> Callable[[ErrorCurve], int] | None:
-        """Say by how many rows a head is worth judging; None for all, whatever the first show."""
+        """Return the number of rows that judge a head; None for all rows."""
         problem, tolerance = self.given.problem, self.given.tolerance
         if tolerance is None or self._fitted_to is not self.given:
             return None
@@ -201,15 +201,15 @@ class Search:
         return partial(rows_wanted, problem, (m, most), tolerance, num_rows)
 
     def output(self, found: Found) -> Array:
-        """Attend to each head as was chosen for it."""
+        """Attend to each head with the method chosen for it."""
         return join_heads(self.given, self.groups(found, range(self.given.num_heads)))
 
     def groups(
         self, found: Found, wanted: Sequence[int], **options: Any
     ) -> list[tuple[Sequence[int], Any]]:
-        """Attend to some heads as was chosen: those alike, and what attention returns of them.
+        """Attend to some heads; yield groups of heads with one choice, and their outputs.
 
-        ``options`` are those that linear and exact attention share.
+        ``options`` are keyword arguments that linear and exact attention share.
         """
         given = self.given
         groups = defaultdict(list)
@@ -256,7 +256,7 @@ class Search:
         *,
         return_log_normalizer: bool = False,
     ) -> Any:
-        """Attend to some heads by the clusters that they were judged by."""
+        """Attend to some heads with the same clusters that they were judged with."""
         given, heads = self.given, self.given.flat_heads(chosen)
         assigned = _assigned_keys(given.problem, keys)
         options: Any = {"want_log": return_log_normalizer}
@@ -284,7 +284,7 @@ class Search:
         return (output, log) if return_log_normalizer else output
 
     def records(self, found: Found) -> list[HeadRecord]:
-        """Say what was done for each head."""
+        """Return a record for each head."""
         records = []
         for head, (choice, work) in enumerate(zip(found.choices, found.work, strict=True)):
             if choice.trial >= 0:
@@ -304,7 +304,7 @@ class Search:
 def _with_bias_in_keys(
     problem: Problem, heads: Heads, phi: LandmarkFeatures
 ) -> tuple[Heads, LandmarkFeatures]:
-    """Make the biases of keys a coordinate of them: blocks of backends have none of their own.
+    """Append the biases to the keys as a coordinate: blocks of backends take no bias.
 
     ``s q.k + b = s (q, 1).(k, b / s)``. Landmarks have 0 there: the state has the biases in it.
     """
@@ -330,7 +330,7 @@ def _with_bias_in_keys(
 
 
 def _assigned_keys(problem: Problem, heads: Sequence[KeyClusters]) -> AssignedKeys:
-    """Put the clusters of some heads together, in the problem's library."""
+    """Stack the clusters of some heads, in the problem's library."""
     S, m = problem.key.shape[-2], len(heads[0].bias)
     of_key = np.full((len(heads), S), m)
     for indices, head in zip(of_key, heads, strict=True):

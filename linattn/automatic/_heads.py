@@ -1,4 +1,4 @@
-"""What a call was given, and some of its heads."""
+"""Checked arguments of a call, and selections of its heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Given", "Heads", "join_heads"]
 
 
 class Heads(NamedTuple):
-    """Arrays of some heads: those of the caller for all of them, else with one leading axis."""
+    """Arrays of some heads: the caller's arrays for all heads, else with one leading axis."""
 
     query: Array
     key: Array
@@ -61,13 +61,13 @@ class Given(NamedTuple):
         return Heads(query, key, value, *weights)
 
     def only(self, chosen: Sequence[int]) -> Given:
-        """Return the same for some heads."""
+        """Return the arguments of some heads."""
         if len(chosen) == self.num_heads:
             return self
         return self._of(self.heads(chosen), is_causal=self.problem.sees.is_causal)
 
     def rectangle(self, rows: slice, keys: slice) -> Given:
-        """Return full attention of some queries to some keys."""
+        """Return the arguments of full attention of some queries to some keys."""
         query, key, value, mask, bias = self.heads(range(self.num_heads))
         weights = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in (mask, bias))
         heads = Heads(query[..., rows, :], key[..., keys, :], value[..., keys, :], *weights)
@@ -96,7 +96,7 @@ class Given(NamedTuple):
         return xp.take(xp.reshape(x, (-1, *x.shape[-2:])), index, axis=0)
 
     def rows_at(self, x: Array, places: NDArray[np.intp]) -> Array:
-        """Take rows of each head, ``(heads, n, .)``, at places of its own, ``(heads, n)``."""
+        """Take rows of each head, ``(heads, n, .)``, at positions ``(heads, n)``."""
         xp = self.problem.xp
         whole = x.shape[-2] * np.arange(len(places))[:, None] + places
         index = xp.asarray(whole.ravel(), device=array_api_compat.device(x))
@@ -108,7 +108,7 @@ class Given(NamedTuple):
         return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
 
     def exact(self, chosen: Sequence[int], **options: Any) -> Any:
-        """Exact attention of some heads; ``options`` of :func:`linattn.softmax_attention`."""
+        """Return exact attention of some heads, with options of ``softmax_attention``."""
         query, key, value, mask, bias = self.heads(chosen)
         options = {"is_causal": self.problem.sees.is_causal} | options
         return softmax_attention(

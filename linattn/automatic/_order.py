@@ -1,4 +1,4 @@
-"""Queries in an order in which those that follow each other see the keys alike."""
+"""An order of the queries in which neighbors have similar logits."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["CHOICE_ROWS", "MIN_ORDERED", "order_of_queries"]
 Floats = NDArray[Any]
 
 CHOICE_ROWS, MIN_ORDERED = 8, 8192
-"""Queries that may choose clusters together, and the length from which they do."""
+"""How many queries choose clusters together, and the length from which they do."""
 
 WAYS, MAX_DIRECTIONS, MAX_MOMENTS = 4, 8, 4096
-"""Parts of a division, directions among which it chooses, and tokens that tell these."""
+"""Parts of a division, how many directions it may choose, and tokens sampled to find these."""
 
 RARE = 16
-"""How many queries there are for each that is ordered apart."""
+"""One in this many queries is an outlier, ordered separately."""
 
 
 def order_of_queries(query: Floats, key: Floats, counts: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """Places of the queries, ``(L,)``, and of those that do not count at the end.
+    """Return positions of the queries in their new order, ``(L,)``; masked queries come last.
 
-    Distances are in the metric of the keys: the variance over them of the logit difference. Those
-    that are least like the others follow the rest, in an order of their own. O(L log L) time.
+    Distances are in the metric of the keys: the variance, over keys, of the difference of logits.
+    Outliers follow the other queries, in their own order. O(L log L) time.
     """
     whole = np.flatnonzero(counts)
     if not len(key) or not len(whole):
@@ -68,7 +68,7 @@ def _in_tree(x: Floats) -> NDArray[np.intp]:
 
 
 def _coordinates(query: Floats, metric: Floats) -> tuple[Floats, Floats]:
-    """Coordinates in the few directions in which logits vary most; squared lengths in the rest."""
+    """Return coordinates in the few directions of largest variance, and squared remainders."""
     queries, middle = _moments(query)
     # The variances over keys of queries' logits are the squares of these.
     size, axes = np.linalg.eigh(metric)
@@ -80,7 +80,7 @@ def _coordinates(query: Floats, metric: Floats) -> tuple[Floats, Floats]:
 
 
 def _moments(x: Floats) -> tuple[Floats, Floats]:
-    """Covariance of some tokens, up to a factor that leaves it in range, and their mean."""
+    """Return the covariance of some tokens, up to a safe factor, and their mean."""
     drawn = x[:: max(1, len(x) // MAX_MOMENTS)].astype(np.float64)
     middle = drawn.mean(axis=0)
     drawn -= middle

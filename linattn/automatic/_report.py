@@ -1,4 +1,4 @@
-"""What :func:`linattn.attention` did, and what it says of it."""
+"""The report of :func:`linattn.attention`: methods, errors and costs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ __all__ = ["Answer", "AttentionReport", "HeadRecord", "make_report"]
 
 
 class AttentionReport(NamedTuple):
-    """What :func:`linattn.attention` did.
+    """Methods, errors and costs of one call of :func:`linattn.attention`.
 
     Attributes
     ----------
     method : str
-        "landmarks" or "coreset", by which most heads are attended to; "exact" where all are
-        exact.
+        "landmarks" or "coreset", whichever more heads use; "exact" if all heads are exact.
     num_features : int or None
-        Landmarks, or entries of a coreset, the most of any head; None when exact.
+        Largest number of landmarks, or of entries of a coreset, of any head; None when exact.
     exact_window : int or None
-        Block length of the exact window, or of the coreset's exact blocks, where any head has
-        them; else None.
+        Block length of the exact window, or of the coreset's exact blocks, if any head has them;
+        else None.
     error : ndarray, (...)
         Estimated relative output error of each head, from held-out exact rows; 0 when exact.
     cost : float
-        Pairs worked out, over those of exact attention: fitting and exact rows included.
+        Pairs computed, fitting and exact rows included, over the pairs of exact attention.
     bound : ndarray, (...)
-        Upper bound of the error of each head, which is what a tolerance is compared with.
+        Upper bound of the error of each head; the tolerance is compared with it.
     head_methods : ndarray of str, (...)
         Method of each head.
     head_features : ndarray of int, (...)
@@ -39,7 +38,7 @@ class AttentionReport(NamedTuple):
     head_clusters : ndarray of int, (...)
         Clusters of keys that each query of a head attends to exactly; 0 for none.
     head_pairs : ndarray, (...)
-        Pairs worked out for each head, fitting and exact rows included.
+        Pairs computed for each head, fitting and exact rows included.
     head_windows : ndarray of int, (...)
         Block length of the exact window of each head, or of its coreset's exact blocks; 0 for none.
     """
@@ -57,7 +56,7 @@ class AttentionReport(NamedTuple):
     head_windows: NDArray[np.int64]
 
     def __repr__(self) -> str:
-        """Show what was done in one line."""
+        """Show the report in one line."""
         exact = int((self.head_methods == "exact").sum())
         error, bound = (np.max(array, initial=0.0) for array in (self.error, self.bound))
         return (
@@ -67,22 +66,22 @@ class AttentionReport(NamedTuple):
 
 
 class HeadRecord(NamedTuple):
-    """What was done for one head.
+    """Method, error and work of one head.
 
     Attributes
     ----------
     num_features : int
         0 for exact attention.
     clusters : int
-        How many count exactly.
+        Number of exact clusters.
     window : int
-        Block length of the window of keys that do, 0 for none.
+        Block length of the exact window, 0 for none.
     error, bound : float
-        Estimated relative error, and its upper bound; those of the last trial of an exact head.
+        Estimated relative error, and its upper bound; for an exact head from its last trial.
     work : Work
-        The search included.
+        Work, the search included.
     method : str
-        Where it is not exact.
+        Method of a head that is not exact.
     """
 
     num_features: int
@@ -95,19 +94,19 @@ class HeadRecord(NamedTuple):
 
     @classmethod
     def exact(cls, problem: Problem) -> Self:
-        """Return that of exact attention without a search."""
+        """Return the record of exact attention without a search."""
         return cls(0, 0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
 
 
 class Answer(NamedTuple):
-    """Output, and how each head came to it."""
+    """Output, and a record for each head."""
 
     output: Array
     heads: list[HeadRecord]
 
 
 def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
-    """Report what was done for each head; without heads, exact attention of all."""
+    """Return the report of all heads; without records, of exact attention."""
     methods = [head.method if head.num_features else "exact" for head in heads]
     linear = [name for name in methods if name != "exact"]
 

@@ -1,4 +1,4 @@
-"""Which way each head goes: fits, the errors they promise, and the cheapest that is good enough.
+"""Choose a method for each head: fit landmarks, estimate errors, take the cheapest sufficient one.
 
 A head is a number here: the leading axes of inputs, broadcast and flattened.
 """
@@ -47,46 +47,47 @@ Floats = NDArray[np.float64]
 MAX_FEATURES = 2048
 
 PROBABILITY = 0.95
-"""Of meeting a tolerance, for each head."""
+"""Probability of meeting the tolerance, for each head."""
 
 LEVELS = (*range(5), *range(6, 25, 2), *range(28, 49, 4), *range(56, 81, 8), 96, 112, 128)
-"""Numbers of clusters that may count exactly: no more than half of them."""
+"""Numbers of exact clusters to choose from: at most half of the clusters."""
 
 EXPONENT, SHARE_EXPONENT = 0.5, 0.75
-"""Errors at a share of exact keys fall at least with this power of the number of landmarks, and
-shares at an error in the mean with that: heads of two kinds of text, 7,168 to 65,536 tokens."""
+"""Powers of the number of landmarks. At a given share of exact keys, errors fall at least with the
+first; at a given error, shares fall with the second in the mean. From heads of two kinds of text,
+7,168 to 65,536 tokens."""
 
 MARGIN = 1.25
-"""Of a bound over its error, where it is not known."""
+"""Assumed ratio of a bound to its error."""
 
 
 SMALL_SHARE, MIN_STRUCTURE = 1 / 16, 2.75
-"""By how much the squared error falls at least, over that by as many keys at random, with clusters
-of so many keys, for more landmarks to be expected to help: 3.4 and more in the 81 heads of four
-kinds of text that they helped; 2.4 and less in Gaussian noise for which they were expected to."""
+"""More landmarks are expected to help if clusters of a given number of keys reduce the squared
+error by at least this factor over as many random keys. Measured: 3.4 and more in the 81 heads of
+four kinds of text that they helped; 2.4 and less in Gaussian noise."""
 
 MIN_GAIN = 0.85
-"""Cost expected of more landmarks over that which is known, for them to be tried: mostly less is
-gained than is expected, and trials take longer than is counted."""
+"""More landmarks are tried if their expected cost over the known cost is below this. Gains are
+mostly smaller than expected, and trials take longer than counted."""
 
 
 class Choice(NamedTuple):
-    """How one head is attended to.
+    """The method chosen for one head.
 
     Attributes
     ----------
     trial : int
-        Which fit; -1 for exact attention.
+        Number of the fit; -1 for exact attention.
     clusters : int
-        How many count exactly.
+        Number of exact clusters.
     window : int
         Block length of the exact window, 0 for none.
     error, bound : float
         Estimated relative error, and its upper bound.
     share : float
-        Keys of those clusters, of all.
+        Share of all keys that are in exact clusters.
     cost : float
-        What is left to be done, in pairs of exact attention.
+        Remaining work, in pairs of exact attention.
     """
 
     trial: int
@@ -109,11 +110,11 @@ class Trial(NamedTuple):
     num_features : int
         m.
     heads : sequence of int
-        Which heads it is of.
+        The fitted heads.
     fit : object
         The map.
     curves : list of ErrorCurve
-        Of each of these heads.
+        Error curves of these heads.
     """
 
     num_features: int
@@ -123,16 +124,16 @@ class Trial(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a search has found.
+    """Result of a search.
 
     Attributes
     ----------
     trials : list of Trial
         All fits, in order.
     choices : list of Choice
-        Of each head.
+        Choice of each head.
     work : list of Work
-        Of each head, the search and what is left to be done.
+        Work of each head: the search and the remaining work.
     """
 
     trials: list[Trial]
@@ -153,10 +154,10 @@ def choose_landmarks(
     max_features: int = MAX_FEATURES,
     first: int = MIN_FEATURES,
 ) -> Found:
-    """Fit the first number of landmarks to all heads, then as many as each is expected to need.
+    """Fit the first number of landmarks to all heads, then the number that each seems to need.
 
     ``try_(m, heads)`` returns a map of these heads and their curves. The tolerance is one for all
-    heads or one for each; without any the first fit is taken as it is. Another has at most
+    heads or one for each; without a tolerance the first fit is accepted. A second fit has at most
     ``max_features`` landmarks.
     """
     all_heads = range(num_heads)
@@ -186,7 +187,7 @@ def choose_landmarks(
 
 
 def largest_trial(problem: Problem, tolerance: float | None, num_rows: int) -> int:
-    """Largest number of landmarks that may be tried, 0 where exact attention is as cheap."""
+    """Return the largest number of landmarks to try, 0 if exact attention is as cheap."""
     m = first_features(problem, tolerance)
     first = fit_work(problem, m, num_rows if tolerance is None else min(num_rows, FIRST_ROWS))
     exact = exact_pairs(problem)
@@ -209,11 +210,11 @@ def rows_wanted(
     num_rows: int,
     curve: ErrorCurve,
 ) -> int:
-    """Return by how many of its rows a head is to be judged, by its curve on some.
+    """Return how many rows should judge a head, from its curve on the first rows.
 
-    By none where more landmarks than the first of the ``limits``, up to the second, are expected to
-    cost less; nor where even an error that is less by as much as it may be makes it dear. By no
-    more than leave half of the squared tolerance to its error.
+    0 if more landmarks, between the two ``limits``, are expected to cost less. 0 also if the head
+    stays expensive with the smallest plausible error. At most enough to leave half of the
+    squared tolerance for the error.
     """
     m = limits[0]
     exact = EXACT._replace(cost=exact_pairs(problem))
@@ -239,7 +240,7 @@ def _total(problem: Problem, m: int, num_rows: int) -> float:
 
 
 def _rest(problem: Problem, trials: list[Trial], choice: Choice) -> Work:
-    """Count what is left to be done once a head's choice is made."""
+    """Return the remaining work after a head's choice is made."""
     if choice.trial < 0:
         return Work(exact=exact_pairs(problem))
     return read_work(problem, trials[choice.trial].num_features, choice.share, choice.window)
@@ -257,7 +258,7 @@ def _choice(
 def _cheapest(
     problem: Problem, trials: list[Trial], head: int, tolerance: float, exact: Choice
 ) -> Choice:
-    """Choose the cheapest way that is within the tolerance, of all fits of a head."""
+    """Choose the cheapest method within the tolerance, among all fits of a head."""
     found = [exact]
     for i, trial in enumerate(trials):
         if head not in trial.heads:
@@ -281,9 +282,9 @@ def _best_number(
     cost: float,
     limits: tuple[int, int],
 ) -> int | None:
-    """Find the number of landmarks expected to cost least, if that is much less than the cost.
+    """Return the number of landmarks with the least expected cost, if that is much below the cost.
 
-    Between the number that was tried first and the largest, ``limits``.
+    The number is between ``limits``: the number tried first, and the largest.
     """
     if not _has_structure(curve):
         return None
@@ -306,7 +307,7 @@ def _best_number(
 
 
 def _has_structure(curve: ErrorCurve) -> bool:
-    """Whether the keys that are chosen first have much more of the error than any others."""
+    """Whether the first chosen keys hold much more of the error than random keys."""
     few = np.flatnonzero(curve.share <= SMALL_SHARE)[-1] or 1
     if few >= len(curve.share):
         return True
@@ -315,7 +316,7 @@ def _has_structure(curve: ErrorCurve) -> bool:
 
 
 def _expected_share(shares: Floats, errors: Floats, error: float) -> float:
-    """Share of exact keys at which the error is so small: its log is interpolated; 1 for none."""
+    """Return the share of exact keys that reaches an error, by interpolating logs; 1 for none."""
     passed = np.flatnonzero(errors <= error)
     if not len(passed):
         return 1.0

@@ -1,8 +1,8 @@
-"""Causal attention in squares: half of the queries to all keys before them, and so on within both.
+"""Causal attention in squares: later half of the queries by earlier half of the keys, recursively.
 
-Each query of a square sees all of its keys, so that a square is full attention, by landmarks. They
-are fitted to keys and queries before all queries of the square: no output depends on a later token.
-What is left near the diagonal is exact. Letters: ``h`` rows, ``n`` segments, ``e`` value dim.
+Each query of a square sees all of its keys, so that a square is full attention, with landmarks.
+They are fitted to keys and queries before the queries of the square: no output depends on a later
+token. The rest near the diagonal is exact. Letters: ``h`` rows, ``n`` segments, ``e`` value dim.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["CausalRows", "Square", "Squares", "squares_of"]
 Floats = NDArray[Any]
 
 MAX_FIT = 0.1
-"""Largest cost of a fit over that of the square by exact attention: what one in vain may take."""
+"""Largest cost of a fit, which may be useless, over the cost of the exact square."""
 
 AIM = 0.65
-"""Errors that the squares together may have, of the tolerance, by the rows that they are chosen by:
-on others they are larger, and together where they are not independent; and rows that are not seen
-have half of the squared tolerance."""
+"""Share of the tolerance for the errors of all squares, on the rows that choose. Errors are larger
+on other rows, and add up if they are not independent. Unseen rows get half of the squared
+tolerance."""
 
 MAX_UNIT = 4.0
-"""Largest square of an exact row over the median of all that is counted in a bound."""
+"""Largest squared exact row in a bound, over the median of all."""
 
 ROWS = 64
-"""Exact rows that are worked out at a time."""
+"""How many exact rows are computed together."""
 
 
 class Square(NamedTuple):
@@ -53,7 +53,7 @@ class Square(NamedTuple):
 
 
 def squares_of(given: Given, num_rows: int) -> list[Square]:
-    """Squares of which landmarks may be tried, from the largest down."""
+    """Return the squares in which landmarks may be tried, largest first."""
     found: list[Square] = []
     length = int(given.problem.key.shape[-2])
     ends = [(0, length)] if length else []
@@ -72,7 +72,7 @@ def _rectangle(given: Given, square: Square) -> Given:
 
 
 class CausalRows:
-    """Held-out rows of causal attention, worked out exactly, by segments of keys."""
+    """Exact held-out rows of causal attention, by segments of keys."""
 
     def __init__(self, given: Given, num_rows: int, squares: Sequence[Square]) -> None:
         mask = query_mask_of(given.problem, given.key_mask)
@@ -91,7 +91,7 @@ class CausalRows:
     def judge(
         self, index: tuple[int, ...], output: Floats, probability: float
     ) -> tuple[float, float]:
-        """Error and bound of the output of a head, ``(L, e)``."""
+        """Return error and bound of the output of a head, ``(L, e)``."""
         head, exact = self.tokens.head(index), self._exact(index)
         squares = np.sum((output[head.rows].astype(np.float64) - exact) ** 2, axis=-1)
         units = np.sum(exact**2, axis=-1)
@@ -106,10 +106,10 @@ class CausalRows:
         return _divided(self._sums[index][0].sum(axis=0))
 
     def _units(self, index: tuple[int, ...]) -> NDArray[np.float64]:
-        """Squares of exact outputs; where not all rows are there, at most so many medians.
+        """Return squared exact outputs, clipped at a multiple of the median if rows are sampled.
 
-        The first rows, which see few keys, may be the largest by far. How many of them are drawn
-        is chance, and must not make a head seem near.
+        The first rows see few keys and may be by far the largest. How many of them are drawn is
+        chance, and must not make a head seem accurate.
         """
         units: NDArray[np.float64] = np.sum(self._exact(index) ** 2, axis=-1)
         if self.tokens.head(index).all_rows:
@@ -118,12 +118,12 @@ class CausalRows:
         return units
 
     def count(self, square: Square) -> int:
-        """Rows of a head in a square, the most of any head."""
+        """Return the largest number of rows of any head in a square."""
         rows = (self.tokens.head(index).rows for index in self.tokens)
         return max(int(np.sum((r >= square.middle) & (r < square.stop))) for r in rows)
 
     def of_square(self, index: tuple[int, ...], square: Square) -> Head:
-        """Return the rows of a head in a square, beside all that is exact."""
+        """Return the rows of a head in a square, with the sums of all exact keys."""
         whole = self.tokens.head(index)
         sums, log = self._sums[index]
         inside = (whole.rows >= square.middle) & (whole.rows < square.stop)
@@ -154,7 +154,7 @@ def _divided(sums: Floats) -> Floats:
 def _sums_by_segment(head: Head, borders: Sequence[int], scale: float) -> tuple[Floats, Floats]:
     """Sum values and ones over the keys of each segment that a row sees, ``(n, h, e + 1)``.
 
-    In units of the exponential of the second, ``(h,)``.
+    The second result, ``(h,)``, is the shift: sums are in units of its exponential.
     """
     h, width = len(head.rows), head.values_and_one.shape[-1]
     sums = np.zeros((len(borders) - 1, h, width))
@@ -183,7 +183,7 @@ def _sums_by_segment(head: Head, borders: Sequence[int], scale: float) -> tuple[
 
 
 class _SquareTokens:
-    """Tokens of all heads as a search of one square takes them."""
+    """Tokens of all heads in one square, for a search."""
 
     def __init__(self, rows: CausalRows, square: Square) -> None:
         self._rows, self._square = rows, square
@@ -195,7 +195,7 @@ class _SquareTokens:
 
 
 class _SquareSearch(Search):
-    """Search for the landmarks of one square, which begins with the first fit."""
+    """Search for the landmarks of one square."""
 
     def __init__(self, rows: CausalRows, square: Square, parts: int) -> None:
         earlier = slice(square.start, square.middle)
@@ -211,7 +211,7 @@ class _SquareSearch(Search):
 
     @property
     def first_curves(self) -> list[ErrorCurve]:
-        """Errors of all heads with the fewest landmarks."""
+        """Return the error curves of all heads with the fewest landmarks."""
         return self._first[1]
 
     def try_landmarks(
@@ -230,11 +230,11 @@ def _max_features(search: _SquareSearch) -> int:
 
 
 def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[np.float64]:
-    """Errors that the squares of a head may have, of which it has at most the first without more.
+    """Return the allowed errors of the squares of a head, none above its first error.
 
-    The sum of their squares is that of the tolerance. Time grows with the pairs of a square, and
-    about with its error to the power of -2: it is least where squares of errors are as sizes times
-    first errors.
+    The squared errors sum to the squared tolerance. The time of a square grows with its pairs, and
+    about with its error to the power of -2. So the total is smallest if squared errors are
+    proportional to size times first error.
     """
     weights = np.minimum(first, 1e6) * sizes
     allowed, more, left = np.zeros(len(first)), np.ones(len(first), bool), tolerance**2
@@ -249,14 +249,14 @@ def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[n
 
 
 class Squares:
-    """Landmarks of all squares, as many for each head as it needs."""
+    """Landmarks of all squares, with the number that each head needs."""
 
     def __init__(self, rows: CausalRows, squares: Sequence[Square], tolerance: float) -> None:
         self._given = rows.given
         searches = [_SquareSearch(rows, square, len(squares)) for square in squares]
         bounds = np.array([[c.bound[0, 0] for c in search.first_curves] for search in searches])
         self.first_error = np.array([float(c.error[0, 0]) for c in searches[0].first_curves])
-        """Of each head, with the fewest landmarks for the largest square and all else exact."""
+        """Error of each head with the fewest landmarks in the largest square, the rest exact."""
         self.first_work = Work()
         for search in searches:
             first = fit_work(search.given.problem, MIN_FEATURES, search.num_rows)
@@ -277,7 +277,7 @@ class Squares:
             self._found[search.square.start, search.square.stop] = search, found
 
     def records(self) -> list[HeadRecord]:
-        """Say what would be done for each head."""
+        """Return a record for each head, before attending."""
         rest = exact_pairs(self._given.problem)
         for search, _ in self._found.values():
             rest -= exact_pairs(search.given.problem)
@@ -301,14 +301,14 @@ class Squares:
         return records
 
     def attend(self, heads: Sequence[int]) -> Array:
-        """Attend to some heads as was chosen."""
+        """Attend to some heads with the chosen landmarks."""
         given = self._given.only(heads)
         return self._triangle(given, heads, 0, int(given.problem.key.shape[-2]))[0]
 
     def _triangle(
         self, given: Given, heads: Sequence[int], start: int, stop: int
     ) -> tuple[Array, Array]:
-        """Causal attention of some tokens to themselves, and its log normalizer."""
+        """Return causal attention of some tokens to themselves, and its log normalizer."""
         if (start, stop) not in self._found:
             rows = slice(start, stop)
             options = {"is_causal": True, "return_log_normalizer": True}

@@ -1,4 +1,4 @@
-"""Tokens of each head on the host, and the rows by which a head is judged."""
+"""Tokens of each head on the host, and the held-out rows that judge a head."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ __all__ = ["Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
 Floats = NDArray[Any]
 
 WEIGHTED, MISSING = 1 / 2, 1 / 3
-"""Share of the odds of a row to be held out that it has for being special, and what of all goes by
-what it may be missing, where that is known; the rest by its leverage among the queries. Photographs
-of scikit-image: estimates over true errors (5, 50, 95 %) .60, .99, 1.39, without .06, .71, 2.00."""
+"""Share of a row's odds that are not uniform, and the share of all odds that follow the weight that
+the row may miss, if known; the remainder follows its leverage. Estimates over true errors (5, 50,
+95 %) on photographs of scikit-image: .60, .99, 1.39; with uniform odds .06, .71, 2.00."""
 
 FITTED = 1 / 4
-"""Share of the queries that may be fitted to; the others may be held out."""
+"""Share of the queries that landmarks may be fitted to; the others may be held out."""
 
 
 class Head(NamedTuple):
-    """Tokens of one head: those that count.
+    """Unmasked tokens of one head.
 
     Attributes
     ----------
     rows : ndarray of int, (h,)
-        Held-out queries; one may be there twice.
+        Positions of the held-out queries, perhaps with repetitions.
     query : ndarray, (h, d)
-        They themselves.
+        The held-out queries.
     positions : ndarray of int, (S,)
-        Keys that are not masked.
+        Positions of the unmasked keys.
     key : ndarray, (S, d)
-        They themselves.
+        The unmasked keys.
     values_and_one : ndarray, (S, e + 1)
         Their values, with a column of ones.
     all_rows : bool
-        Whether the rows are all queries that count.
+        Whether the rows are all unmasked queries.
     key_bias : ndarray, (S,), or None
         Log weights of the keys.
     row_weights : ndarray, (h + n,), or None
-        How much less likely each row was drawn than all are in the mean; None for alike.
+        Mean odds over the odds of each row; None for equal odds.
     beside : tuple of ndarray (h, e + 1), (h,), or None
-        Sums of values and ones over keys that are exact whatever is chosen, in units of the
-        exponential of the second; None for no such keys.
+        Sums of values and ones over keys that are exact in any case, in units of exp(the second
+        array); None if there are no such keys.
     elsewhere : ndarray, (n,), or None
-        Squares of exact outputs of rows which do not see these keys, but are of the same head.
+        Squared exact outputs of rows of the same head that do not see these keys.
     choosers : ndarray, (h, r, d), or None
         The queries that choose clusters together with each row; None for each row alone.
     """
@@ -69,11 +69,11 @@ class Head(NamedTuple):
     choosers: Floats | None = None
 
     def in_order(self, order: NDArray[np.intp]) -> Head:
-        """Return the same with the rows in an order, of a head as for :meth:`some_rows`."""
+        """Return the head with its rows reordered; conditions as for :meth:`some_rows`."""
         return self.some_rows(order)._replace(all_rows=self.all_rows)
 
     def some_rows(self, chosen: slice | NDArray[np.intp]) -> Head:
-        """Return the same for some of the rows, of a head whose rows all see the same keys."""
+        """Return the head with some of its rows; all rows must see the same keys."""
         weights = None if self.row_weights is None else self.row_weights[chosen]
         return self._replace(
             rows=self.rows[chosen],
@@ -84,7 +84,7 @@ class Head(NamedTuple):
         )
 
     def unseen(self, exact: Floats) -> Any:
-        """Largest weighed square of a row that was not drawn, from exact outputs of those drawn."""
+        """Bound the weighed square of a row that was not drawn, from the drawn exact outputs."""
         if self.row_weights is None:
             return mean_distance(exact)
         return mean_distance(exact, self.row_weights[: len(exact)]) / (1 - WEIGHTED)
@@ -92,7 +92,7 @@ class Head(NamedTuple):
     def error_and_bound(
         self, squares: Floats, units: Floats, probability: float, unseen: Any = 0.0
     ) -> Any:
-        """Relative error and its bound, from squares of rows: those that are rare weigh less."""
+        """Return the relative error and its bound, from squared errors of the rows."""
         if self.elsewhere is not None:
             there = np.broadcast_to(self.elsewhere, (*squares.shape[:-1], len(self.elsewhere)))
             squares = np.concatenate([squares, np.zeros_like(there)], axis=-1)
@@ -103,19 +103,19 @@ class Head(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Held-out rows of a head, ascending, and their weights; None where these are all rows."""
+    """Held-out rows of a head, ascending, and their weights; None for all rows."""
 
     rows: NDArray[np.intp]
     weights: NDArray[np.float64] | None
 
 
 class TokensOfHeads(Protocol):
-    """Tokens of heads as a search takes them.
+    """Interface of the tokens that a search reads.
 
     Attributes
     ----------
     fitted : ndarray of bool, (..., L)
-        Queries to fit to.
+        Queries that landmarks are fitted to.
     """
 
     fitted: NDArray[np.bool_]
@@ -126,20 +126,20 @@ class TokensOfHeads(Protocol):
 
 
 class HostTokens:
-    """Tokens of a problem on the host, and held-out rows: those under one mask have the same.
+    """Tokens of a problem on the host, and held-out rows, the same for heads with one mask.
 
     Parameters
     ----------
     problem : Problem
-        Of exact attention.
+        Problem of exact attention.
     query_mask : boolean array or None
-        Queries that count, of shape (L,) or with leading axes.
+        Unmasked queries, of shape (L,) or with leading axes.
     num_rows : int
-        Rows held out of each head; all that count where they are less than twice as many.
+        Number of held-out rows of a head; all unmasked rows if there are less than twice as many.
     generator : Generator
-        Draws them.
+        Draws the rows.
     held_out : bool, optional
-        Whether no query that may be fitted to is drawn. Default True.
+        Whether queries that may be fitted to are excluded. Default True.
     """
 
     def __init__(
@@ -166,13 +166,13 @@ class HostTokens:
         self._valid = valid
         self._drawn: dict[tuple[int, ...], Drawn] = {}
         self.fitted = valid.copy()
-        """Queries to fit to: none that a head is judged by, where others are left."""
+        """Queries to fit to, without the rows that judge a head if enough others are left."""
         self._few = np.count_nonzero(valid, axis=-1) <= 2 * num_rows
         if held_out:
             self.fitted &= (generator.random(length) < FITTED) | self._few[..., None]
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Go through the heads."""
+        """Iterate over the heads."""
         return iter(np.ndindex(self.lead))
 
     def head(self, index: tuple[int, ...]) -> Head:
@@ -208,7 +208,7 @@ class HostTokens:
         )
 
     def draw(self, index: tuple[int, ...], missing: Floats | None = None) -> None:
-        """Draw the rows of a head, by what each query may be missing, ``(L,)``, where known."""
+        """Draw the rows of a head, by the weight that each query may miss, ``(L,)``, if known."""
         place = _own_index(self.lead, index, self._query.shape[:-2])
         if self._few[place]:
             self._drawn[index] = Drawn(np.flatnonzero(self._valid[place]), None)
@@ -218,15 +218,15 @@ class HostTokens:
         self._drawn[index] = _draw_rows(self._query[place], free, self._noise, missing)
 
     def is_drawn(self, index: tuple[int, ...]) -> bool:
-        """Whether the rows of a head are known, or all are taken."""
+        """Whether the rows of a head are drawn already, or all rows are used."""
         return index in self._drawn or bool(
             self._few[_own_index(self.lead, index, self._query.shape[:-2])]
         )
 
     def own_logits(self, index: tuple[int, ...], scale: float) -> Floats | None:
-        """Logits of the queries of a head with the keys beside them, -inf where these are masked.
+        """Return the logit of each query of a head with the key at its position, -inf if masked.
 
-        None where they are not as many.
+        None if L differs from S.
         """
         query, key = (_of_head(x, self.lead, index, 2) for x in (self._query, self._key))
         if query.shape != key.shape:
@@ -244,7 +244,7 @@ class HostTokens:
         return _of_head(self._query, self.lead, index, 2)
 
     def choosers(self, index: tuple[int, ...], rows: NDArray[np.intp]) -> Floats:
-        """Take the queries that choose clusters together with each of some rows, (h, r, d)."""
+        """Return the queries that choose clusters together with each of some rows, (h, r, d)."""
         query = _of_head(self._query, self.lead, index, 2)
         runs = self.order(index).reshape(-1, CHOICE_ROWS)
         run = np.empty(len(query), np.intp)
@@ -252,10 +252,10 @@ class HostTokens:
         return np.asarray(query[runs[run[rows]]])
 
     def order(self, index: tuple[int, ...]) -> NDArray[np.intp]:
-        """Order of a head's queries in which those that choose together follow each other.
+        """Return an order of a head's queries in which runs choose clusters together.
 
-        Those that do not count, which may hold anything, choose apart. The last of either come
-        again until runs are full, and heads have as many.
+        Masked queries, which may hold any values, form runs of their own. The last query of either
+        group is repeated until runs are full and heads have equal lengths.
         """
         if index not in self._orders:
             query, key = (_of_head(x, self.lead, index, 2) for x in (self._query, self._key))
@@ -279,9 +279,9 @@ def _draw_rows(
 ) -> Drawn:
     """Draw rows, ascending, and their weights.
 
-    In the order of their odds queries have parts of a line as long as these, and one is drawn from
-    each of as many strata of it as there are numbers of noise: so those that are most unlike the
-    others are there even if they are few.
+    Queries are sorted by their odds, and laid out on a line as intervals of that length. The line
+    has one stratum for each number of noise, and one query is drawn from each stratum. So
+    outliers are drawn even if they are few.
     """
     odds = _odds(query.take(valid, axis=0), missing)
     order = np.argsort(odds, kind="stable")
@@ -293,9 +293,9 @@ def _draw_rows(
 
 
 def _odds(query: Floats, missing: Floats | None) -> NDArray[np.float64]:
-    """Odds of queries to be held out, 1 in the mean: few that are unlike all others have more.
+    """Return the odds of queries to be held out, with mean 1.
 
-    And those that may be missing much, a share of their weight each.
+    Outliers have larger odds, and so have queries that may miss a large share of their weight.
     """
     by_leverage = _leverage(query)
     if missing is None or not missing.any():
@@ -306,10 +306,10 @@ def _odds(query: Floats, missing: Floats | None) -> NDArray[np.float64]:
 
 
 def _leverage(query: Floats) -> NDArray[np.float64]:
-    """Leverages over their mean.
+    """Return leverages over their mean.
 
-    Of the leverages ``x.((X^T X)^-1 x)``, which sum up to d, the queries of any direction have 1
-    in all if no others have a part in it.
+    The leverages ``x.((X^T X)^-1 x)`` sum to d. Queries that alone span a direction share a
+    leverage of 1.
     """
     x = query - query.mean(axis=0)
     x /= np.abs(x).max() or 1
@@ -334,13 +334,13 @@ def _of_head(x: Floats, lead: tuple[int, ...], index: tuple[int, ...], trailing:
 def _own_index(
     lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Index of a head in leading axes that are broadcast."""
+    """Return the index of a head in leading axes that are broadcast."""
     where = index[len(lead) - len(axes) :]
     return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))
 
 
 def query_mask_of(problem: Problem, key_mask: Array | None) -> Array | None:
-    """Tokens that count as queries to fit to: those that count as keys, where the axes agree."""
+    """Return the mask of queries to fit to: the mask of the keys, if L = S."""
     if problem.query.shape[-2] != problem.key.shape[-2]:
         return None
     if key_mask is None or key_mask.ndim == 1:
