@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
-import numpy as np
-
 try:
     import jax
     import jax.numpy as jnp
@@ -14,12 +12,13 @@ except ImportError as error:
     message = "linattn.interop.jax needs jax, which is not installed: pip install jax"
     raise ImportError(message) from error
 
-from linattn import _checks, _settings, recurrences
+from linattn import _checks, recurrences
 from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
 from linattn._driver.problem import exact_problem
-from linattn._driver.stamps import stamped
+from linattn._driver.stamps import known_integer, stamped
 from linattn.gradients import differentiable_problem, pullback_of
+from linattn.interop._compiled import as_jax, attention_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
@@ -120,31 +119,42 @@ def linear_attention(
     ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
     :func:`linattn.linear_attention` itself.
     """
-    policy = _settings.current_settings()
     return_state = _checks.check_flag("return_state", return_state)
     host, weights = _numbers_and_arrays(key_bias=key_bias, log_decay=log_decay)
     host |= {"is_causal": is_causal, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
-    stops = {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
+    host |= {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
+    host |= {"normalize": normalize}
+    before, known = _as_jax_state(initial_state)
+    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
+    qkv = _taken(query=query, key=key, value=value)
+    arrays = (*qkv, before, weights, *_taken(key_mask=key_mask), lengths)
+    given = (feature_map, known, host, return_state)
+    output, state = attention_of(_linear, given, qkv)(arrays)
+    if not return_state:
+        return output
+    if type(state.length) is not int and isinstance(known_integer(state.length), int):
+        state = state._replace(length=int(state.length))
+    return output, stamped(state, initial_state, feature_map, _linear_problem(*given)(arrays))
 
+
+def _linear_problem(feature_map: Any, known: Any, host: Any, *_: Any) -> Any:
     def problem_of(arrays: Any) -> Any:
-        query, key, value, state, weights, key_mask, key_lengths = jax.tree.map(_as_jax, arrays)
+        query, key, value, state, weights, key_mask, key_lengths = jax.tree.map(as_jax, arrays)
         state = None if state is None else state._replace(**known)
-        with _settings.use_settings(policy):
-            masks = {"key_mask": key_mask, "key_lengths": key_lengths, "normalize": normalize}
-            options = {"initial_state": state, **masks, **weights, **stops, **host}
-            return differentiable_problem(query, key, value, feature_map, **options)
+        masks = {"key_mask": key_mask, "key_lengths": key_lengths}
+        options = {"initial_state": state, **masks, **weights, **host}
+        return differentiable_problem(query, key, value, feature_map, **options)
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
+    return problem_of
+
+
+def _linear(feature_map: Any, known: Any, host: Any, return_state: bool) -> tuple[Any, Any]:
+    problem_of = _linear_problem(feature_map, known, host)
+
     def attend(arrays: Any) -> Any:
         return solve(problem_of(arrays), return_state=return_state)[:2]
 
-    def forward(arrays: Any) -> Any:
-        output, state = attend(arrays)
-        return (output, state), (arrays, None if state is None else state.log_scale)
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        arrays, log_scale = residuals
-        cotangents = jax.tree.map(_as_jax, cotangents)
+    def pull(arrays: Any, log_scale: Any, cotangents: Any) -> Any:
         grad_output, grad_state = cotangents
         before, weights = arrays[3:5]
         pullback = pullback_of(problem_of(arrays), weights, log_scale)
@@ -153,17 +163,9 @@ def linear_attention(
         state = None
         if before is not None:
             state = before._replace(kvz=next(given), log_scale=None, length=None, log_decay=None)
-        return ((*qkv, state, dict(zip(weights, given, strict=True)), None, None),)
+        return (*qkv, state, dict(zip(weights, given, strict=True)), None, None)
 
-    attend.defvjp(forward, backward)
-    before, known = _as_jax_state(initial_state)
-    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
-    qkv = _taken(query=query, key=key, value=value)
-    everything = (*qkv, before, weights, *_taken(key_mask=key_mask), lengths)
-    output, state = attend(everything)
-    if not return_state:
-        return output
-    return output, stamped(state, initial_state, feature_map, problem_of(everything))
+    return attend, pull
 
 
 def softmax_attention(
@@ -217,7 +219,6 @@ def softmax_attention(
     Works under ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the
     gradient, use :func:`linattn.softmax_attention` itself.
     """
-    policy = _settings.current_settings()
     host, weights = _numbers_and_arrays(key_bias=key_bias)
     host |= {"scale": scale, "is_causal": is_causal, "cu_seqlens": cu_seqlens}
     host |= {"key_stop": key_stop, "prefix_length": prefix_length, "causal_block": causal_block}
@@ -225,32 +226,31 @@ def softmax_attention(
     sides = enumerate(far_bias) if isinstance(far_bias, tuple | list) else ()
     ends = {f"far_bias[{i}]": side for i, side in sides}
     numbers, biases = _numbers_and_arrays(window_bias=window_bias, **ends)
+    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
+    qkv = _taken(query=query, key=key, value=value)
+    given = (host, numbers, tuple(ends), None if ends else far_bias)
+    arrays = (*qkv, weights, *_taken(key_mask=key_mask), lengths, biases)
+    return attention_of(_softmax, given, qkv)(arrays)
 
+
+def _softmax(host: Any, numbers: Any, ends: Any, far_bias: Any) -> tuple[Any, Any]:
     def problem_of(arrays: Any) -> Any:
-        query, key, value, weights, *masks, biases = jax.tree.map(_as_jax, arrays)
+        query, key, value, weights, *masks, biases = jax.tree.map(as_jax, arrays)
         options = dict(zip(("key_mask", "key_lengths"), masks, strict=True))
         biases = {"window_bias": None, **numbers, **biases}
         biases["far_bias"] = tuple(biases.pop(name, None) for name in ends) or far_bias
-        with _settings.use_settings(policy):
-            return exact_problem(query, key, value, **biases, **weights, **options, **host)
+        return exact_problem(query, key, value, **biases, **weights, **options, **host)
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
     def attend(arrays: Any) -> Any:
         return solve(problem_of(arrays), return_state=False)[0]
 
-    def forward(arrays: Any) -> Any:
-        return attend(arrays), arrays
-
-    def backward(arrays: Any, grad_output: Any) -> Any:
+    def pull(arrays: Any, _: Any, grad_output: Any) -> Any:
         weights = arrays[3]
-        gradients = pullback_of(problem_of(arrays), weights)(_as_jax(grad_output))
+        gradients = pullback_of(problem_of(arrays), weights)(grad_output)
         given = dict(zip(weights, gradients[3:], strict=True))
-        return ((*gradients[:3], given, None, None, None),)
+        return (*gradients[:3], given, None, None, None)
 
-    attend.defvjp(forward, backward)
-    lengths = None if key_lengths is None else jnp.asarray(key_lengths)
-    qkv = _taken(query=query, key=key, value=value)
-    return attend((*qkv, weights, *_taken(key_mask=key_mask), lengths, biases))
+    return attend, pull
 
 
 def linear_recurrence(
@@ -297,7 +297,6 @@ def linear_recurrence(
     ``jax.jit`` and ``jax.vmap``. For forward-mode derivatives, or derivatives of the gradient, use
     :func:`linattn.linear_recurrence` itself.
     """
-    policy = _settings.current_settings()
     options: dict[str, Any] = {
         **{"update_rule": update_rule, "scale": scale, "chunk_size": chunk_size},
         **{"cu_seqlens": cu_seqlens, "return_state": return_state},
@@ -305,26 +304,22 @@ def linear_recurrence(
     gates = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
     named = {"query": query, "key": key, "value": value}
     named |= {name: array for name, array in gates.items() if array is not None}
+    arrays = dict(zip(named, _taken(**named), strict=True))
+    return attention_of(_recurrence, (options,), [arrays["query"]])(arrays)
 
-    @jax.custom_vjp  # type: ignore[untyped-decorator]
+
+def _recurrence(options: Any) -> tuple[Any, Any]:
     def attend(arrays: Any) -> Any:
-        with _settings.use_settings(policy):
-            return recurrences.linear_recurrence(**jax.tree.map(_as_jax, arrays), **options)
+        return recurrences.linear_recurrence(**jax.tree.map(as_jax, arrays), **options)
 
-    def forward(arrays: Any) -> Any:
-        return attend(arrays), arrays
+    def pull(arrays: Any, _: Any, cotangents: Any) -> Any:
+        arrays = jax.tree.map(as_jax, arrays)
+        pullback = recurrences.linear_recurrence_vjp(**arrays, **options)[1]
+        given = cotangents if options["return_state"] else (cotangents,)
+        names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+        return dict(zip([n for n in names if n in arrays], pullback(*given), strict=True))
 
-    def backward(arrays: Any, cotangents: Any) -> Any:
-        with _settings.use_settings(policy):
-            arrays = jax.tree.map(_as_jax, arrays)
-            pullback = recurrences.linear_recurrence_vjp(**arrays, **options)[1]
-        given = jax.tree.map(_as_jax, cotangents if return_state else (cotangents,))
-        names = ("query", "key", "value", *gates)
-        found = pullback(*given)
-        return (dict(zip([n for n in names if n in arrays], found, strict=True)),)
-
-    attend.defvjp(forward, backward)
-    return attend({n: a for n, a in zip(named, _taken(**named), strict=True)})
+    return attend, pull
 
 
 def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -332,14 +327,12 @@ def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     given = {name: a for name, a in named.items() if a is not None}
     numbers = {name: a for name, a in given.items() if not hasattr(a, "shape")}
     arrays = {n: a for n, a in given.items() if n not in numbers}
-    return numbers, {n: _taken(**{n: a})[0] if a.ndim else _as_jax(a) for n, a in arrays.items()}
+    return numbers, {n: _taken(**{n: a})[0] if a.ndim else as_jax(a) for n, a in arrays.items()}
 
 
 def _taken(**named: Any) -> tuple[Any, ...]:
     """Take NumPy's arrays, which JAX's users pass everywhere, if they are no more than numbers."""
-    return tuple(
-        None if a is None else _as_jax(_checks.check_array(n, a)) for n, a in named.items()
-    )
+    return tuple(None if a is None else as_jax(_checks.check_array(n, a)) for n, a in named.items())
 
 
 def _as_jax_state(state: Any) -> tuple[Any, dict[str, Any]]:
@@ -347,12 +340,7 @@ def _as_jax_state(state: Any) -> tuple[Any, dict[str, Any]]:
     if state is None:
         return None, {}
     _checks.check_state_record("initial_state", state)
-    native = {name: _as_jax(getattr(state, name)) for name in ("kvz", "log_scale")}
+    native = {name: as_jax(getattr(state, name)) for name in ("kvz", "log_scale")}
     # A trace would take these for numbers.
     known = {name: getattr(state, name) for name in ("fingerprint", "num_sequences")}
     return state._replace(**native, **dict.fromkeys(known)), known
-
-
-def _as_jax(array: Any) -> Any:
-    """Bring NumPy's arrays, which JAX hands to what it differentiates as they came, to JAX."""
-    return jnp.asarray(array) if isinstance(array, np.ndarray) else array
