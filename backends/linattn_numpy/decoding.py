@@ -1,8 +1,9 @@
 """One token at a time: few NumPy calls, and a state that is written to once in many tokens.
 
-A :class:`Stepper` buffers the last tokens beside its state, as features on its log scale and
-values, and adds them all in one product when the buffer is full. Whatever is not finite, or may
-have lost more than rounding, is left to the generic code, from the state before the token.
+A :class:`Stepper` buffers the last tokens beside its state, as values and features on its log
+scale. When the buffer is full, one product adds them to the state. A token whose output is not
+finite, or may have lost more than rounding, is declined: the generic code takes it, from the state
+before the token.
 """
 
 from __future__ import annotations

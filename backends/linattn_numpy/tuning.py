@@ -46,23 +46,23 @@ MIN_CLIPPED_ELEMENTS = 2048
 CACHE_LINE_BYTES, MAX_CACHED_BYTES, MAX_CACHED_VIEWS = 64, 1 << 22, 256
 
 # 2026-11-26, AMD EPYC, family 25 model 1: numbers of NumPy's buffers, 8,192 unless set. It copies
-# what it broadcasts along shorter rows into them: one number less each of 256 rows of 2,048 in
+# broadcast operands of shorter rows into them: one number less each of 256 rows of 2,048 in
 # 240 us, 97 with 1,024; rows of 512 and less gain nothing.
 UFUNC_BUFFER = 1024
 
-# 2026-11-22: a block, and its features of a side, where they are there at once.
+# 2026-11-22: rows of a block, and its features of a side, if they are made for the whole block.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
 
-# 2026-11-22: the same where features are made and used a tile at a time. For shorter blocks Python
-# does more, and threads wait for each other meanwhile.
+# 2026-11-22: the same if features are made and used a tile at a time. Shorter blocks take more
+# Python, during which threads wait for each other.
 MAX_TILED_BLOCK_ROWS, MAX_TILED_BLOCK_ELEMENTS = 4096, 1 << 20
 
-# 2026-11-26, AMD EPYC, family 25 model 1: queries times keys of a cluster that are worked on at a
-# time, 512 KB of float32; at least so many queries.
+# 2026-11-26, AMD EPYC, family 25 model 1: queries times keys of one product of a cluster, 512 KB of
+# float32; least queries of it.
 VISIT_TILE_ELEMENTS, MIN_VISIT_ROWS = 1 << 17, 64
 
-# 2026-11-23, AMD EPYC: log features among which queries choose clusters, at once; and queries of a
-# block that choose, of which each cluster gets few in shorter blocks.
+# 2026-11-23, AMD EPYC: log features of a tile of queries that choose clusters; queries of a block:
+# in shorter blocks, each cluster gets few of them.
 CHOICE_TILE_ELEMENTS, CLUSTERS_BLOCK_ROWS = 1 << 17, 16384
 
 # 2026-11-23, AMD EPYC: keys that are sorted by landmark to be summed, 50 ns a key, with 1,024
@@ -82,10 +82,10 @@ MIN_WINDOW_BLOCK_ROWS, MAX_WINDOW_BLOCK_ROWS = 2048, 8192
 # block of such sequences, all heads of a task together.
 SQUARE_ROWS, PACKED_BLOCK_ROWS = 64, 9216
 
-# 2026-11-22: rows of a max-stabilized block whose features are there at once, however many these.
-# 2026-11-23, AMD EPYC: features of full attention that are, and least rows of them; twice those of
-# unshifted tiles take .95 of the time, d = 64, m = 256, for what is done once a tile counts for
-# more than the cache. 2026-11-26, family 25 model 1: half of these are no faster.
+# 2026-11-22: rows of a max-stabilized causal tile, for any number of features.
+# 2026-11-23, AMD EPYC: features of a max-stabilized tile of full attention, and its least rows. It
+# is twice an unshifted tile, and takes .95 of the time, d = 64, m = 256: the work once a tile
+# counts for more than the cache. 2026-11-26, family 25 model 1: half of these are no faster.
 MAX_STABILIZED_ROWS, STABILIZED_TILE = 512, (1 << 19, MIN_BLOCK_ROWS)
 
 # 2026-11-22: values and states of the heads batched into one task, and the length that those of
@@ -120,6 +120,6 @@ ROUND_ROBIN_TASKS = 4
 # pass over the state. Features of a token, of all heads, whose workspace is cached between steps.
 MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS = 16, 1 << 16
 
-# 2026-11-23, AMD EPYC: tokens of a recurrence that are multiplied at once, and those that are
-# solved at once; tokens of a tile, all heads together, and heads. 4,096 tokens, d = e = 64.
+# 2026-11-23, AMD EPYC: tokens of a chunk of a recurrence, and of a chunk that is solved; tokens of
+# a tile, all heads together, and heads. 4,096 tokens, d = e = 64.
 CHUNK_ROWS, SOLVED_CHUNK_ROWS, RECURRENCE_TILE_ROWS, RECURRENCE_HEADS = 32, 16, 4096, 8

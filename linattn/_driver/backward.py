@@ -101,8 +101,8 @@ def _pull(
             return Gradients(*answer)
 
     functions = block_functions(problem.xp)
-    # No segments: a causal one needs the adjoint of all after it, and to make that first takes
-    # half of what the whole pullback takes. One head alone is done on one thread.
+    # No segments: a causal segment needs the adjoint of all tokens after it, which takes half as
+    # long as the whole pullback. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
     arguments = _arguments(problem)
     if problem.weights.log_decay is not None and cotangent.state is not None:
@@ -142,7 +142,7 @@ def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
         state = None if problem.state is None else xp.zeros_like(problem.state.kvz)
         arguments = _arguments(problem)
         return Gradients(state=state, **{k: xp.zeros_like(x) for k, x in arguments.items()})
-    # One query in place of none, whose output nobody reads.
+    # One query in place of none; its output is not used.
     shape = (*problem.state_lead, problem.query.shape[-2], problem.value.shape[-1])
     query = xp.zeros(problem.query.shape[-2:], dtype=problem.query.dtype, device=device)
     unread = xp.zeros(shape, dtype=problem.query.dtype, device=device)
@@ -165,7 +165,7 @@ def _pull_packed(
         store = None if checkpoints is None else checkpoints.part(number)
         gradients = _pull(part, batch.cotangent(cotangent), store)
         for name, each in rows.items():
-            # A backend's may be one number for all tokens: of what is summed in the end.
+            # A backend may return one number for all tokens, if its gradient is summed later.
             each.write(batch, pad(getattr(gradients, name), batch.longest))
         states.append((batch, gradients.state))
     state = None if problem.state is None else join_sequences(problem, states, 2)

@@ -116,7 +116,7 @@ def values_and_one_block(problem: Problem, rows: slice) -> Array:
 
 def numerators(problem: Problem, part: Partial) -> Array:
     """Numerators on the true scale; a numerator of 0 stays 0 where the scale overflows."""
-    # In two steps, of which neither overflows or underflows where the result does not.
+    # In two steps: neither overflows or underflows unless the result does.
     numerator, factor = part.num_den[..., :-1], problem.xp.exp(part.log / 2)
     scaled = numerator * factor * factor
     return problem.xp.where(numerator == 0, problem.xp.zeros_like(scaled), scaled)
@@ -289,7 +289,7 @@ def split(x: Array, size: int) -> Array:
 
 
 def flat_rows(part: Partial, rows: int, front: int = 0) -> Partial:
-    """Join blocks of rows into one axis again, and leave out what was padded."""
+    """Join blocks of rows into one axis again, without padding."""
     xp, taken = _arrays.namespace(part.num_den), slice(front, front + rows)
     *lead, g, n, width = part.num_den.shape
     num_den = xp.reshape(part.num_den, (*lead, g * n, width))[..., taken, :]
@@ -321,7 +321,7 @@ def add_key_blocks(
     """
     for part in block_slices(keys.stop - keys.start, block_size):
         rows = slice(keys.start + part.start, keys.start + part.stop)
-        # No name holds a block while the next is made.
+        # Each block is freed before the next is made.
         if problem.weights.log_decay is not None:
             state = fade(state, total_decay(problem, rows)[..., None])
         tokens = _key_block_at_end(problem, rows, start)

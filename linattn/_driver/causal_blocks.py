@@ -47,18 +47,22 @@ __all__ = ["MAX_DECLINED_TOKENS", "RowsSoFar", "causal_block", "rows_from_the_en
 UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512
-"""Tokens of a causal block that is not cut where a backend declines it, and costs its square."""
+"""Longest causal block that the generic code does whole if a backend declines it.
+
+Its time and memory grow with the square of its length.
+"""
 
 MAX_DECAYED_TOKENS = 64
-"""Tokens of a causal block with a decay that is not cut where rows of it are rejected.
+"""Longest causal block with a decay that is done again whole if rows of it are rejected.
 
-They see only what has decayed far; the state before a shorter block is nearer to it.
+A longer block is cut: its rejected rows see only keys that have decayed far, and the state before a
+shorter block is closer to them.
 """
 
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees: 1e-4 in float32.
 
-One unit would have ordinary rows inspected twice, for their first values are hardly all of size 1.
+With one unit ordinary rows would be inspected twice, as their first values are seldom of size 1.
 """
 
 
@@ -79,11 +83,11 @@ def rejected_rows(
     bits = _arrays.dtype_bits(part.num_den.dtype)
     loss = 2 * LEAST[bits] * 2.0 ** -LIFT[bits]
     n = part.num_den.shape[-2]
-    # A backend's state may be on a scale of which its normalizers are not bounded by the tokens.
+    # A backend's state may be on a scale where the tokens do not bound its normalizers.
     terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
     floor = loss / float(xp.finfo(part.num_den.dtype).eps) * terms
     denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
-    # All rows see the first values: hardly ever must others be inspected.
+    # All rows see the first values, so others are seldom inspected.
     first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
     large = denominator * xp.minimum(SMALL_VALUES * first, ones) >= floor
     not_finite = ~xp.isfinite(part.num_den)
@@ -275,9 +279,9 @@ def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
 
 # Full attention that decays with distance ---------------------------------------------------------
 
-# A causal scan, and one from the end without itself. Both give rows on scales of their own,
-# added by their logs: nothing is subtracted. What the first scan has read is held for all rows,
-# ``(..., L, e + 2)`` in the accumulation dtype. In the second each query goes along with the key
+# A causal scan, and one from the end in which a token does not see itself. Both give rows on scales
+# of their own, which are added by their logs: nothing is subtracted. The rows of the first scan are
+# held, ``(..., L, e + 2)`` in the accumulation dtype. In the second, a query is paired with the key
 # after it, which is one step of decay away.
 
 

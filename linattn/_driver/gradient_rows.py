@@ -194,11 +194,10 @@ def _broadcast(state: State, like: State) -> State:
 
 # Checkpoints --------------------------------------------------------------------------------------
 
-# States that a forward pass stores for its pullback, a bounded number of them: of full attention
-# the last state alone. With the state before it at hand a causal pullback does a block for queries
-# and keys at once, from the last block to the first, and makes its features once. Between two
-# checkpoints those of the other blocks are made again from the keys, so that no number of states
-# is stored that grows with the length.
+# A forward pass stores a bounded number of states for its pullback: only the last if attention is
+# full. A causal pullback takes blocks from the last to the first. With the state before a block, it pulls
+# back to queries and keys together, and makes the features once. States between two checkpoints are
+# made again from the keys, so that the number of stored states does not grow with the length.
 
 MAX_STATES = 32
 """Most checkpoints of a head, and most states made again at each level between two of them."""

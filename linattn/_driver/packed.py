@@ -1,7 +1,7 @@
 """Packed sequences: a problem with ``cu_seqlens`` is solved as problems of its sequences.
 
 A long sequence is a problem of its own. Short sequences of about one length are batched along a new
-axis after the axes of heads, so that one call of a block function serves many.
+axis after the axes of heads, so that a call of a block function serves many.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def batches(problem: Problem, sequences: NDArray[np.int64] | None = None) -> Ite
         order = order[np.isin(order, sequences)]
     width = 2 * problem.query.shape[-1] + problem.value.shape[-1]
     most = MAX_BATCH_ELEMENTS // max(1, width * prod(problem.lead))
-    # Dask's tasks call the map, whose heads must be the last axis before that of the tokens.
+    # Dask's tasks call the map, whose heads must be the last axis before the tokens.
     one_by_one = array_api_compat.is_dask_array(problem.query) and _has_heads(problem)
     first = tokens = 0
     is_slice = True

@@ -428,7 +428,7 @@ class Step(NamedTuple):
 
 def steps_of(problem: Problem, block_size: int) -> Iterator[Step]:
     """Yield steps through all keys and queries of a problem, each of at most ``block_size``."""
-    # A function may ask where a token stands.
+    # A function may depend on the position of a token.
     in_place = any(isinstance(innermost(s), Opaque) for s in (problem.query_spec, problem.key_spec))
     stops, num_keys = problem.sees.key_stop, problem.key.shape[-2]
     assert stops is not None

@@ -1,9 +1,9 @@
 """Gradients of one block in array-API code: of reads, of reductions and of softmax attention.
 
-With the cotangent g1 of a row's ``[numerator, denominator]``, queries read the state of the keys
-before them with it, and keys read the *adjoint* of the queries after them, which is a state too:
-features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. ``n`` tokens, ``m`` features,
-``e`` value dim.
+g1 is the cotangent of a row's ``[numerator, denominator]``. A query's gradient is a read of the
+state of the keys before it, by g1. A key's gradient is a read of the *adjoint* of the queries after
+it, which is a state too: features ``phi(q_i)``, log weight ``-log_i``, values ``g1_i``. There are
+``n`` tokens, ``m`` features, and the values have dim ``e``.
 """
 
 from __future__ import annotations

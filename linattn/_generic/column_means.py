@@ -1,9 +1,9 @@
 """Reads that divide each feature of the state by its own normalizer, and their gradients.
 
-With M_ir the mean that query i reads of feature r, p_ir its share and ``w_ir = p_ir / z_ir``, the
-log features have the cotangents ``p_ir g_i.(M_ir - o_i)`` of queries and, summed over the queries
-after, ``psi_jr w_ir g_i.(v_j - M_ir)`` of keys. The second holds a number for each row and
-feature, so that a block is computed again from the state before it.
+M_ir is the mean that query i reads of feature r, p_ir the share of the feature, and
+``w_ir = p_ir / z_ir``. The cotangents of log features are ``p_ir g_i.(M_ir - o_i)`` for queries,
+and ``psi_jr w_ir g_i.(v_j - M_ir)`` for keys, summed over the queries after the key. The second
+needs a number for each row and feature, so a block is computed again from the state before it.
 """
 
 from __future__ import annotations
