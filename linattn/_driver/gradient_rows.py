@@ -195,9 +195,10 @@ def _broadcast(state: State, like: State) -> State:
 # Checkpoints --------------------------------------------------------------------------------------
 
 # A forward pass stores a bounded number of states for its pullback: only the last if attention is
-# full. A causal pullback takes blocks from the last to the first. With the state before a block, it pulls
-# back to queries and keys together, and makes the features once. States between two checkpoints are
-# made again from the keys, so that the number of stored states does not grow with the length.
+# full. A causal pullback takes blocks from the last to the first. With the state before a block, it
+# pulls back to queries and keys together, and makes the features once. States between two
+# checkpoints are made again from the keys, so that the number of stored states does not grow with
+# the length.
 
 MAX_STATES = 32
 """Most checkpoints of a head, and most states made again at each level between two of them."""
