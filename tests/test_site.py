@@ -61,7 +61,17 @@ def test_pages_show_what_is_public(site):
     assert [name for name in shown if name.endswith("__getstate__")] == []
 
 
-@pytest.mark.parametrize("word", ["memmap", "train_copy", "checkpoint", "Dask"])
+SEARCHED = [
+    *("memmap", "train_copy", "checkpoint", "Dask", "DataFrame", "pandas", "time series"),
+    *("nn.Module", "autocast", "torch.compile", "migrate"),
+]
+
+
+@pytest.mark.parametrize("word", SEARCHED)
 def test_search_finds(site, word):
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     assert any(word.lower() in (d["title"] + d["text"]).lower() for d in index["docs"])
+
+
+def test_there_are_few_pages(site):
+    assert len(list(site.glob("*/index.html"))) + 1 <= 27

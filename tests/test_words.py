@@ -180,3 +180,24 @@ def test_phrases_stay_within_the_budget():
     assert found == {}, "name the noun: per 1,000 words these packages have too many phrases"
     assert set(OVER_BUDGET) - set(rates) == set()
     assert {"linattn", "linattn/_driver", "backends/linattn_numpy", "docs"} <= set(rates)
+
+
+# The record is generated, and outside of the search.
+PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "record.md"]
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without its examples."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_pages_are_short_together():
+    assert sum(len(prose(page).split()) for page in PAGES) <= 45_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_short_sentences(page):
+    paragraphs = prose(page).split("\n\n")
+    head = next((p for p in paragraphs if re.match(r"[\w`*\[]", p)), "")
+    sentences = re.split(r"(?<=[.:?])\s", " ".join(head.split()))
+    assert [sentence for sentence in sentences if len(sentence.split()) > 40] == []
