@@ -378,9 +378,9 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 PAGE = """\
 ## Bugs this finds
 
-What [the tests of randomized estimators](#any-randomized-estimator) say of published packages. A right
-estimator fails with a probability of at most 1e-9. `python -m benchmarks.bugs` makes this page;
-each package is reached by an adapter of at most eight lines.
+What [the tests of randomized estimators](#any-randomized-estimator) say of published packages. A
+right estimator fails with a probability of at most 1e-9. `python -m benchmarks.bugs` makes this
+page; each package is reached by an adapter of at most eight lines.
 
 ### What fails
 
