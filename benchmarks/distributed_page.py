@@ -42,7 +42,7 @@ another; a state of 4 m (e + 1) bytes for each block and head, {{state:,}} for t
 {{paper}}
 
 Reading the rows and writing the outputs is left out. States are little: a network of 1 GB/s moves
-those of a worker in milliseconds. The bound is the scheduler, which is one process: it keeps a
+the states of a worker in milliseconds. The bound is the scheduler, which is one process: it keeps a
 thousand workers at work only with blocks of {{balance[full]}} rows (full) and {{balance[causal]}}
 rows (causal) at these figures, or in proportion to what a task costs it. So take as long blocks
 as fit a worker; beyond that, [MPI or `shard_map`](recipes.md#mpi) has no scheduler. Waiting is a
