@@ -57,6 +57,14 @@ def aft_full(
     References
     ----------
     Zhai et al., "An Attention Free Transformer" (2021), equation (2).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import aft_full
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> aft_full(query, key, value, position_bias=np.zeros((64, 64))).shape
+    (8, 64, 16)
     """
     inputs = _channels(query, key, value)
     bias = _shared.check_matrix("position_bias", position_bias, query, inputs.lengths)
@@ -105,6 +113,14 @@ def aft_local(
     References
     ----------
     Zhai et al., "An Attention Free Transformer" (2021), equation (3).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import aft_local
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> aft_local(query, key, value, position_bias=np.zeros((64, 64)), window_size=8).shape
+    (8, 64, 16)
     """
     inputs = _channels(query, key, value)
     bias = _shared.check_matrix("position_bias", position_bias, query, inputs.lengths)
@@ -144,6 +160,14 @@ def aft_simple(query: ArrayT, key: Array, value: Array, *, is_causal: bool = Fal
     References
     ----------
     Zhai et al., "An Attention Free Transformer" (2021), equation (4).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import aft_simple
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> aft_simple(query, key, value, is_causal=True).shape
+    (8, 64, 16)
     """
     inputs = _channels(query, key, value)
     L, S = inputs.lengths

@@ -58,6 +58,16 @@ def truncated_svd(
     References
     ----------
     Eckart and Young (1936); for attention: Wang et al., "Linformer" (2020), section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import truncated_svd
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = truncated_svd(query, key, value, rank=64)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     causal = _checks.check_flag("is_causal", is_causal)
     inputs = _shared.prepare(query, key, value, scale, aligned=causal)
@@ -116,6 +126,16 @@ def top_k(
     ----------
     Zhao et al., "Explicit Sparse Transformer" (2019), equations (4) to (6); Gupta et al.,
     "Memory-efficient Transformers via Top-k Attention" (2021).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import top_k
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = top_k(query, key, value, num_keys=64)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     causal = _checks.check_flag("is_causal", is_causal)
     inputs = _shared.prepare(query, key, value, scale, aligned=causal)

@@ -69,6 +69,14 @@ def clustered(
     ----------
     Vyas et al., "Fast Transformers with Clustered Attention" (2020), equations (3) to (5),
     clusters of section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import clustered
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> clustered(query, key, value, num_clusters=8, rng=0).shape
+    (8, 64, 16)
     """
     _shared.full_only("clustered", is_causal, "clusters hold later queries")
     inputs = _shared.prepare(query, key, value, scale)
@@ -129,6 +137,16 @@ def improved_clustered(
     References
     ----------
     Vyas et al., "Fast Transformers with Clustered Attention" (2020), equations (6) to (8).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import improved_clustered
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = improved_clustered(query, key, value, num_clusters=8, num_keys=64, rng=0)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     _shared.full_only("improved_clustered", is_causal, "clusters hold later queries")
     inputs = _shared.prepare(query, key, value, scale)

@@ -73,6 +73,16 @@ def linformer(
     ----------
     Wang et al., "Linformer: Self-Attention with Linear Complexity" (2020), equation (7); mean
     pooling and random matrices in sections 4 and 5.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import linformer
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = linformer(query, key, value, num_landmarks=64)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     _shared.full_only("linformer", is_causal, "projected keys hold later tokens")
     inputs = _shared.prepare(query, key, value, scale)

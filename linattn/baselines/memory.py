@@ -68,6 +68,14 @@ def compressive(
     References
     ----------
     Rae et al., "Compressive Transformers for Long-Range Sequence Modelling" (2020), section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import compressive
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> compressive(query, key, value, block_size=8, memory_size=16, compressed_size=8).shape
+    (8, 64, 16)
     """
     _shared.causal_only("compressive", is_causal)
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
@@ -131,6 +139,15 @@ def external(
     ----------
     Guo et al., "Beyond Self-attention: External Attention using Two Linear Layers" (2021),
     equations (4) to (6), double normalization.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import external
+    >>> rng = np.random.default_rng(0)
+    >>> query, memory = rng.standard_normal((64, 16)), rng.standard_normal((8, 16))
+    >>> external(query, key_memory=memory, value_memory=memory).shape
+    (64, 16)
     """
     _shared.full_only("external", is_causal, "weights are normalized over the queries")
     inputs = _shared.prepare(query, key_memory, value_memory, 1.0)

@@ -65,6 +65,14 @@ def nystromformer(
     ----------
     Xiong et al., "Nyströmformer" (2021), equation (13) with landmarks of section 3.2 and the
     iteration of equation (14).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import nystromformer
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> nystromformer(query, key, value, num_landmarks=8).shape
+    (8, 64, 16)
     """
     _shared.full_only("nystromformer", is_causal, "landmarks are means over the whole sequence")
     inputs = _shared.prepare(query, key, value, scale)

@@ -69,6 +69,16 @@ def local_window(
     ----------
     Parmar et al., "Image Transformer" (2018), section 3.2; Beltagy et al., "Longformer" (2020),
     section 3.1, *sliding window*.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import local_window
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = local_window(query, key, value, window_size=63)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
     w = _checks.check_positive_int("window_size", window_size, least=0)
@@ -122,6 +132,14 @@ def strided(
     ----------
     Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3
     (*strided attention*), equation (7) for merged heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import strided
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> strided(query, key, value, stride=8).shape
+    (8, 64, 16)
     """
     _shared.causal_only("strided", is_causal)
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
@@ -180,6 +198,14 @@ def fixed(
     ----------
     Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3
     (*fixed attention*), equation (7) for merged heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import fixed
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> fixed(query, key, value, stride=8).shape
+    (8, 64, 16)
     """
     _shared.causal_only("fixed", is_causal)
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
@@ -243,6 +269,14 @@ def longformer(
     References
     ----------
     Beltagy et al., "Longformer: The Long-Document Transformer" (2020), section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import longformer
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> longformer(query, key, value, window_size=8).shape
+    (8, 64, 16)
     """
     _shared.full_only("longformer", is_causal, "global tokens see the whole sequence")
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
@@ -307,6 +341,14 @@ def bigbird(
     ----------
     Zaheer et al., "Big Bird: Transformers for Longer Sequences" (2020), section 2 and appendix D;
     global tokens as its internal construction (ITC).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import bigbird
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> bigbird(query, key, value, block_size=4, rng=0).shape
+    (8, 64, 16)
     """
     _shared.full_only("bigbird", is_causal, "global blocks see the whole sequence")
     inputs = _shared.prepare(query, key, value, scale, aligned=True)

@@ -78,6 +78,14 @@ def reformer(
     References
     ----------
     Kitaev et al., "Reformer: The Efficient Transformer" (2020), equations (2) to (6).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import reformer
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> reformer(query, None, value, num_buckets=8, rng=0).shape
+    (8, 64, 16)
     """
     is_shared = key is None
     b = _checks.check_positive_int("num_buckets", num_buckets, least=2)

@@ -76,6 +76,14 @@ def routing(
     ----------
     Roy et al., "Efficient Content-Based Sparse Attention with Routing Transformers" (2021),
     equation (8) and algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import routing
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> routing(query, key, value, num_clusters=8, rng=0).shape
+    (8, 64, 16)
     """
     inputs = _shared.prepare(query, key, value, scale, aligned=True)
     causal = _checks.check_flag("is_causal", is_causal)

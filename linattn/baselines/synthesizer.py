@@ -67,6 +67,17 @@ def dense_synthesizer(
     ----------
     Tay et al., "Synthesizer: Rethinking Self-Attention for Transformer Models" (2021), equations
     (1) to (3).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import dense_synthesizer
+    >>> rng = np.random.default_rng(0)
+    >>> query, value = rng.standard_normal((2, 64, 16))
+    >>> hidden = {"hidden_weight": rng.standard_normal((32, 16)), "hidden_bias": np.zeros(32)}
+    >>> last = {"weight": rng.standard_normal((64, 32)), "bias": np.zeros(64)}
+    >>> dense_synthesizer(query, value, **hidden, **last).shape
+    (64, 16)
     """
     inputs = _prepare(value, query)
     xp, x, v = inputs
@@ -122,6 +133,16 @@ def factorized_dense_synthesizer(
     ----------
     Tay et al., "Synthesizer" (2021), section *Factorized Dense Synthesizer*: one list is tiled,
     the other one repeated.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import factorized_dense_synthesizer
+    >>> rng = np.random.default_rng(0)
+    >>> query, value = rng.standard_normal((2, 64, 16))
+    >>> first, second = rng.standard_normal((2, 8, 16))
+    >>> factorized_dense_synthesizer(query, value, first_weight=first, second_weight=second).shape
+    (64, 16)
     """
     inputs = _prepare(value, query)
     xp, x, v = inputs
@@ -173,6 +194,15 @@ def random_synthesizer(value: ArrayT, *, logits: Array, is_causal: bool = False)
     References
     ----------
     Tay et al., "Synthesizer" (2021), equation (4).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import random_synthesizer
+    >>> rng = np.random.default_rng(0)
+    >>> value, logits = rng.standard_normal((64, 16)), rng.standard_normal((64, 64))
+    >>> random_synthesizer(value, logits=logits).shape
+    (64, 16)
     """
     rows = getattr(logits, "shape", ())[-2:-1] or (1,)
     inputs = _prepare(value)
@@ -213,6 +243,16 @@ def factorized_random_synthesizer(
     References
     ----------
     Tay et al., "Synthesizer" (2021), section *Factorized Random Synthesizer*.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import factorized_random_synthesizer
+    >>> rng = np.random.default_rng(0)
+    >>> value = rng.standard_normal((64, 16))
+    >>> left, right = rng.standard_normal((2, 64, 4))
+    >>> factorized_random_synthesizer(value, left=left, right=right).shape
+    (64, 16)
     """
     inputs = _prepare(value)
     xp, shape = inputs.xp, getattr(left, "shape", ())[-2:]

@@ -83,6 +83,16 @@ def wildcat(
     ----------
     Schröder and Mackey, "WildCat: Near-Linear Attention in Theory and Practice" (2026),
     arXiv:2602.10056; the temperature as in the authors' ``compress_kv``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.baselines import wildcat
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> output = wildcat(query, key, value, num_keys=64, rng=0)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     _shared.full_only("wildcat", is_causal, "weights gather the whole sequence")
     inputs = _shared.prepare(query, key, value, scale)
@@ -171,6 +181,14 @@ def thinformer(
     ----------
     Carrell et al., "Low-Rank Thinning" (2025), section 4 (*Thinformer*) with KH-Compress; the walk
     as in the authors' code.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.baselines import thinformer
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 8, 64, 16))
+    >>> thinformer(query, key, value, rng=0).shape
+    (8, 64, 16)
     """
     _shared.full_only("thinformer", is_causal, "keys are chosen from the whole sequence")
     inputs = _shared.prepare(query, key, value, scale)
