@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 __all__ = ["Visibility", "blocks_of_rows", "read_rows"]
 
 _PAIRS = 1 << 18
-"""Pairs of which a mask is read at once."""
+"""How many pairs of a mask are read together."""
 
 Rows = Callable[[slice], NDArray[np.bool_]]
 """From a slice of the queries to the keys that they see, (batch or 1, queries, S)."""

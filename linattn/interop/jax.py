@@ -323,7 +323,7 @@ def _recurrence(options: Any) -> tuple[Any, Any]:
 
 
 def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate what has no gradient from arrays; None is neither."""
+    """Split arguments into numbers, which have no gradient, and arrays; leave out None."""
     given = {name: a for name, a in named.items() if a is not None}
     numbers = {name: a for name, a in given.items() if not hasattr(a, "shape")}
     arrays = {n: a for n, a in given.items() if n not in numbers}
@@ -331,12 +331,12 @@ def _numbers_and_arrays(**named: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _taken(**named: Any) -> tuple[Any, ...]:
-    """Take NumPy's arrays, which JAX's users pass everywhere, if they are no more than numbers."""
+    """Check arrays and convert NumPy arrays to JAX; None stays None."""
     return tuple(None if a is None else as_jax(_checks.check_array(n, a)) for n, a in named.items())
 
 
 def _as_jax_state(state: Any) -> tuple[Any, dict[str, Any]]:
-    """Check an initial state and bring its arrays to JAX; return also what is no number of it."""
+    """Check an initial state; return it with JAX arrays, and its fields that must not be traced."""
     if state is None:
         return None, {}
     _checks.check_state_record("initial_state", state)

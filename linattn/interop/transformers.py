@@ -7,9 +7,9 @@
     register()
     model.set_attn_implementation("linattn")
 
-Masks stay what they are of: keys, stops, windows, packed sequences. No array of all pairs of tokens
-is made. With a feature map :func:`register` adds linear attention, and :class:`StateCache` is its
-cache for ``model.generate``.
+Masks are translated to masks of keys, stops, windows or packed sequences. No array of all pairs of
+tokens is made. With a feature map :func:`register` adds linear attention, and :class:`StateCache`
+is its cache for ``model.generate``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
     The model then calls it with queries (batch, H, L, d), keys (batch, G, S, d) and a mask. It
     serves causal, full and prefix attention, sliding windows, chunks, padding, packed sequences,
     grouped heads, sinks (GPT-OSS) and biases of the distance (T5). The gradient is linattn's own,
-    in linear memory; for sinks and biases it is that of torch's autograd, which keeps each block.
+    in linear memory. Sinks and biases use torch's autograd, which stores each block.
 
     It raises NotImplementedError for dropout of weights, soft caps of logits,
     ``output_attentions``, masks and biases of other patterns; linear attention also for windows,
@@ -404,7 +404,7 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__(**options)
         self.state: State | None = None
         self.before = self.length = self.attended = 0
-        """Tokens before those of the last update, with them, and those in the state."""
+        """Numbers of tokens: before the last update, after it, and in the state."""
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: the first attention makes the state."""

@@ -136,6 +136,20 @@ def multi_head_attention(
     ----------
     Vaswani et al., "Attention Is All You Need" (2017), section 3.2.2; Ainslie et al., "GQA" (2023)
     for grouped heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import feature_maps, layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> linear = layers.LinearAttention(feature_maps.EluFeatures())
+    >>> options = {"num_heads": 2, "attention": linear, "is_causal": True}
+    >>> whole = layers.multi_head_attention(params, x, **options)
+    >>> start, state = layers.multi_head_attention(params, x[:, :3], return_state=True, **options)
+    >>> rest = layers.multi_head_attention(params, x[:, 3:], initial_state=state, **options)
+    >>> bool(np.allclose(np.concatenate([start, rest], axis=1), whole, atol=1e-6))
+    True
     """
     heads = Heads(num_heads, attention, positions, eps)
     return_state = _checks.check_flag("return_state", return_state)
@@ -184,6 +198,17 @@ def multi_head_attention_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.multi_head_attention_vjp(params, x, num_heads=2)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> sorted(grad_params)
+    ['in_proj_bias', 'in_proj_weight', 'out_proj.bias', 'out_proj.weight']
     """
     heads = Heads(num_heads, attention, positions, eps)
     scope = Scope(is_causal, key_mask)
@@ -222,6 +247,14 @@ def init_multi_head_attention(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> sorted(params)
+    ['in_proj_bias', 'in_proj_weight', 'out_proj.bias', 'out_proj.weight']
     """
     dim = _checks.check_positive_int("dim", dim)
     heads = _checks.check_positive_int("num_heads", num_heads)

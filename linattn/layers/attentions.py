@@ -118,6 +118,16 @@ class SoftmaxAttention(Attention):
     Notes
     -----
     A stream stores all keys and values, or only the last ones with a window.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> attention = layers.SoftmaxAttention(window=2)
+    >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
+    (2, 5, 8)
     """
 
     scale: float | None = None
@@ -215,6 +225,16 @@ class LinearAttention(Attention):
     Notes
     -----
     A stream stores a :class:`linattn.State`, whose size does not grow.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import feature_maps, layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> attention = layers.LinearAttention(feature_maps.EluFeatures(), log_decay=-0.1)
+    >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
+    (2, 5, 8)
     """
 
     feature_map: FeatureMap
@@ -326,6 +346,16 @@ class LandmarkAttention(Attention):
     Notes
     -----
     In gradients the landmarks are constants.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> attention = layers.LandmarkAttention(num_features=4, rng=0)
+    >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
+    (2, 5, 8)
     """
 
     num_features: int = 64
@@ -379,6 +409,16 @@ class AutomaticAttention(Attention):
     ----------
     tolerance, rng
         As for :func:`linattn.attention`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> attention = layers.AutomaticAttention(rng=0)
+    >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
+    (2, 5, 8)
     """
 
     tolerance: float | None = 0.1
@@ -410,6 +450,17 @@ class BoundedAttention(Attention):
     Notes
     -----
     Has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> attention = layers.BoundedAttention(num_entries=4, block_size=4, rng=0)
+    >>> options = {"num_heads": 2, "attention": attention, "is_causal": True}
+    >>> layers.multi_head_attention(params, x, **options).shape
+    (2, 5, 8)
     """
 
     num_entries: int = 64
@@ -445,6 +496,15 @@ class Rotary:
     frequencies : sequence of float, optional
         As for :func:`linattn.positions.rotary`; stored as a tuple. YaRN also multiplies cosines and
         sines by a number f: use ``SoftmaxAttention(scale=f**2 / d**0.5)`` for that.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> layers.multi_head_attention(params, x, num_heads=2, positions=layers.Rotary()).shape
+    (2, 5, 8)
     """
 
     base: float = 10_000
@@ -475,6 +535,15 @@ class Alibi:
 
     The slopes are :func:`linattn.positions.alibi_slopes`. :class:`SoftmaxAttention` adds them to
     the logits, :class:`LinearAttention` uses them as a decay; other attentions raise an error.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_multi_head_attention(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> layers.multi_head_attention(params, x, num_heads=2, positions=layers.Alibi()).shape
+    (2, 5, 8)
     """
 
     def slopes(self, head_axes: tuple[int, ...]) -> NDArray[np.float64]:

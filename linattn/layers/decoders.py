@@ -126,6 +126,15 @@ def decoder_layer(
     References
     ----------
     Vaswani et al., "Attention Is All You Need" (2017), section 3.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder_layer(np.random.default_rng(0), 8, 2, has_memory=True)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> layers.decoder_layer(params, x, x, num_heads=2).shape
+    (2, 5, 8)
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return_state = _checks.check_flag("return_state", return_state)
@@ -165,6 +174,17 @@ def decoder_layer_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder_layer(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.decoder_layer_vjp(params, x, num_heads=2)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> grad_params.keys() == params.keys()
+    True
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return _blocks.layer(params, x, memory, chosen, masks, differentiate=True)
@@ -192,6 +212,14 @@ def init_decoder_layer(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder_layer(np.random.default_rng(0), 8, 2)
+    >>> len(params)
+    12
     """
     keys, hidden = options.get("num_key_heads"), options.get("hidden_dim")
     activation = options.get("activation", "relu")
@@ -302,6 +330,18 @@ def decoder(
     With :class:`LinearAttention` neither the state nor the time for a token grows. With
     :class:`SoftmaxAttention` the state holds all keys and values, or only the last ones with a
     window.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder(np.random.default_rng(0), 2, 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> whole = layers.decoder(params, x, num_heads=2)
+    >>> _, state = layers.decoder(params, x[:, :4], num_heads=2, return_state=True)
+    >>> last = layers.decoder(params, x[:, 4:], num_heads=2, initial_state=state)
+    >>> bool(np.allclose(last, whole[:, 4:], atol=1e-6))
+    True
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return_state = _checks.check_flag("return_state", return_state)
@@ -341,6 +381,17 @@ def decoder_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder(np.random.default_rng(0), 2, 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.decoder_vjp(params, x, num_heads=2)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> grad_params.keys() == params.keys()
+    True
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask, memory_mask)
     return _blocks.stack(params, x, memory, chosen, masks, differentiate=True)
@@ -370,6 +421,14 @@ def init_decoder(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_decoder(np.random.default_rng(0), 2, 8, 2)
+    >>> len(params)
+    24
     """
     number = _checks.check_positive_int("num_layers", num_layers)
     parts = {

@@ -113,6 +113,17 @@ def linear_vjp(params: Params, x: Array) -> Result:
         Output of :func:`linear`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_linear(np.random.default_rng(0), 8, 16)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.linear_vjp(params, x)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> sorted(grad_params)
+    ['bias', 'weight']
     """
     return product(params, x)
 
@@ -165,6 +176,14 @@ def init_linear(
     -------
     dict
         NumPy arrays ``weight`` and ``bias``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_linear(np.random.default_rng(0), 8, 16)
+    >>> sorted(params)
+    ['bias', 'weight']
     """
     i = _checks.check_positive_int("in_features", in_features)
     o = _checks.check_positive_int("out_features", out_features)
@@ -217,6 +236,15 @@ def feed_forward(params: Params, x: Array, *, activation: Activation = "relu") -
     Vaswani et al., "Attention Is All You Need" (2017), eq. 2; Hendrycks and Gimpel, "Gaussian Error
     Linear Units" (2016); Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6; So et al.,
     "Primer: Searching for Efficient Transformers for Language Modeling" (2021), squared ReLU.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_feed_forward(np.random.default_rng(0), 8)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> layers.feed_forward(params, x, activation="gelu").shape
+    (2, 5, 8)
     """
     return feed_forward_vjp(params, x, activation=activation)[0]
 
@@ -238,6 +266,17 @@ def feed_forward_vjp(params: Params, x: Array, *, activation: Activation = "relu
         Output of :func:`feed_forward`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_feed_forward(np.random.default_rng(0), 8)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.feed_forward_vjp(params, x)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> sorted(grad_params)
+    ['linear1.bias', 'linear1.weight', 'linear2.bias', 'linear2.weight']
     """
     _check_activation(activation)
     is_gated = activation in GATED
@@ -294,6 +333,14 @@ def init_feed_forward(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_feed_forward(np.random.default_rng(0), 8)
+    >>> sorted(params)
+    ['linear1.bias', 'linear1.weight', 'linear2.bias', 'linear2.weight']
     """
     dim = _checks.check_positive_int("dim", dim)
     hidden = 4 * dim if hidden_dim is None else _checks.check_positive_int("hidden_dim", hidden_dim)
@@ -336,6 +383,15 @@ def layer_norm(params: Params, x: Array, *, eps: float = 1e-5) -> Array:
     References
     ----------
     Ba, Kiros and Hinton, "Layer Normalization" (2016), eq. 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> x = np.asarray([[1.0, 2.0, 3.0]])
+    >>> params = layers.init_norm(3, dtype=np.float64)
+    >>> layers.layer_norm(params, x).round(2)
+    array([[-1.22,  0.  ,  1.22]])
     """
     return layer_norm_vjp(params, x, eps=eps)[0]
 
@@ -357,6 +413,17 @@ def layer_norm_vjp(params: Params, x: Array, *, eps: float = 1e-5) -> Result:
         Output of :func:`layer_norm`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_norm(8)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.layer_norm_vjp(params, x)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> sorted(grad_params)
+    ['bias', 'weight']
     """
     part = as_part(params, "weight", "bias")
     xp = check_pair(part, "weight", x)[0]
@@ -401,6 +468,15 @@ def rms_norm(params: Params, x: Array, *, eps: float = 1e-6) -> Array:
     References
     ----------
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> x = np.asarray([[3.0, 4.0]])
+    >>> params = layers.init_norm(2, bias=False, dtype=np.float64)
+    >>> layers.rms_norm(params, x).round(2)
+    array([[0.85, 1.13]])
     """
     return rms_norm_vjp(params, x, eps=eps)[0]
 
@@ -422,6 +498,17 @@ def rms_norm_vjp(params: Params, x: Array, *, eps: float = 1e-6) -> Result:
         Output of :func:`rms_norm`.
     pullback : callable
         ``pullback(grad_output) -> (grad_params, grad_x)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_norm(8, bias=False)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.rms_norm_vjp(params, x)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> sorted(grad_params)
+    ['weight']
     """
     part = as_part(params, "weight")
     check_pair(part, "weight", x)
@@ -465,6 +552,12 @@ def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[s
     -------
     dict
         NumPy arrays ``weight`` and ``bias``.
+
+    Examples
+    --------
+    >>> from linattn import layers
+    >>> layers.init_norm(2)["weight"].tolist()
+    [1.0, 1.0]
     """
     dim = _checks.check_positive_int("dim", dim)
     params = {"weight": np.ones(dim, floating(dtype))}

@@ -70,6 +70,15 @@ def embedding(
     TypeError, ValueError
         Tokens are no integers or are outside of the table; there are more tokens than learned
         positions.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_embedding(np.random.default_rng(0), 256, 8)
+    >>> tokens = np.frombuffer(b"attention", np.uint8).astype(np.int64)
+    >>> layers.embedding(params, tokens, positions="sinusoidal").shape
+    (9, 8)
     """
     return embedding_vjp(params, tokens, positions=positions, start=start, scale=scale)[0]
 
@@ -102,6 +111,17 @@ def embedding_vjp(
     -----
     The gradient by the table is a product with one-hot rows: time O(n V d) for n tokens, as for
     logits, and memory for a thousand rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_embedding(np.random.default_rng(0), 256, 8)
+    >>> tokens = np.frombuffer(b"attention", np.uint8).astype(np.int64)
+    >>> output, pullback = layers.embedding_vjp(params, tokens)
+    >>> (grad_params,) = pullback(output)
+    >>> grad_params["weight"].shape
+    (256, 8)
     """
     part = as_part(params, "weight", "position.weight")
     table = part["weight"]
@@ -222,6 +242,14 @@ def init_embedding(
     -------
     dict
         NumPy arrays ``weight`` and, with `num_positions`, ``position.weight``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_embedding(np.random.default_rng(0), 256, 8, num_positions=64)
+    >>> sorted(params)
+    ['position.weight', 'weight']
     """
     num_tokens = _checks.check_positive_int("num_tokens", num_tokens)
     dim = _checks.check_positive_int("dim", dim)

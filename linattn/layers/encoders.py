@@ -107,6 +107,15 @@ def encoder_layer(
     ----------
     Vaswani et al., "Attention Is All You Need" (2017), section 3.1; Xiong et al., "On Layer
     Normalization in the Transformer Architecture" (2020), table 1, for both places of norms.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_encoder_layer(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> layers.encoder_layer(params, x, num_heads=2, norm_first=True).shape
+    (2, 5, 8)
     """
     masks = Masks(is_causal, key_mask)
     chosen = _blocks.options_of(**options)
@@ -141,6 +150,17 @@ def encoder_layer_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_encoder_layer(np.random.default_rng(0), 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.encoder_layer_vjp(params, x, num_heads=2)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> grad_params.keys() == params.keys()
+    True
     """
     masks = Masks(is_causal, key_mask)
     chosen = _blocks.options_of(**options)
@@ -180,6 +200,14 @@ def init_encoder_layer(
         As for :func:`init_multi_head_attention`. Default False.
     bias, dtype : optional
         As for :func:`init_linear`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_encoder_layer(np.random.default_rng(0), 8, 2)
+    >>> len(params)
+    12
     """
     return init_decoder_layer(rng, dim, num_heads, **options)
 
@@ -259,6 +287,17 @@ def encoder_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_encoder(np.random.default_rng(0), 2, 8, 2)
+    >>> x = np.ones((2, 5, 8), np.float32)
+    >>> output, pullback = layers.encoder_vjp(params, x, num_heads=2)
+    >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
+    >>> grad_params.keys() == params.keys()
+    True
     """
     chosen, masks = _blocks.options_of(**options), Masks(is_causal, key_mask)
     return _blocks.stack(params, x, None, chosen, masks, differentiate=True)
@@ -291,5 +330,13 @@ def init_encoder(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_encoder(np.random.default_rng(0), 2, 8, 2)
+    >>> len(params)
+    24
     """
     return init_decoder(rng, num_layers, dim, num_heads, final_norm=final_norm, **options)

@@ -169,6 +169,17 @@ def language_model_vjp(
     ------
     NotImplementedError
         The attention has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_language_model(np.random.default_rng(0), 256, 1, 8, 2)
+    >>> tokens = np.frombuffer(b"attention", np.uint8).astype(np.int64)
+    >>> logits, pullback = layers.language_model_vjp(params, tokens, num_heads=2)
+    >>> (grad_params,) = pullback(logits)  # of |logits|^2 / 2
+    >>> grad_params.keys() == params.keys()
+    True
     """
     masks = Masks(True, key_mask, memory_mask)
     return _model(params, tokens, memory, masks, options, differentiate=True)
@@ -208,6 +219,14 @@ def init_language_model(
     -------
     dict
         NumPy arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_language_model(np.random.default_rng(0), 256, 1, 8, 2)
+    >>> params["embedding.weight"].shape, params["head.weight"].shape
+    ((256, 8), (256, 8))
     """
     dtype = options.get("dtype", np.float32)
     dim = _checks.check_positive_int("dim", dim)
@@ -308,6 +327,15 @@ def generate(
     Katharopoulos et al., "Transformers are RNNs" (2020), section 3.4; Fan, Lewis and Dauphin,
     "Hierarchical Neural Story Generation" (2018), for top-k; Holtzman et al., "The Curious Case of
     Neural Text Degeneration" (2020), section 3.1, for top-p.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import layers
+    >>> params = layers.init_language_model(np.random.default_rng(0), 256, 1, 8, 2)
+    >>> tokens = np.frombuffer(b"attention", np.uint8).astype(np.int64)
+    >>> layers.generate(params, tokens, 20, num_heads=2, temperature=1.0, rng=0).shape
+    (20,)
     """
     number = _checks.check_positive_int("num_tokens", num_tokens, least=0)
     choose = _Sampler.checked(temperature, top_k, top_p, rng)

@@ -52,6 +52,19 @@ def load_safetensors(
     Linear layers of most models store ``weight`` as (out, in), as the layers here do. Transpose it
     if a model stores (in, out), as GPT-2 does. Convert to another library ``xp`` by
     ``{name: xp.asarray(array) for name, array in params.items()}``.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from linattn import layers
+    >>> params = layers.init_norm(8)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "norm.safetensors"
+    ...     layers.save_safetensors(path, params)
+    ...     loaded = layers.load_safetensors(path, {"norm.weight": "weight"})
+    >>> sorted(loaded)
+    ['norm.weight']
     """
     safetensors = _package()
     name = checked_path(path)
@@ -139,6 +152,19 @@ def save_safetensors(path: Path, params: Params) -> None:
         Not a dictionary of arrays by name, or a dtype that safetensors has not.
     OSError
         As :func:`linattn.save_state`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from linattn import layers
+    >>> params = layers.init_norm(8)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "norm.safetensors"
+    ...     layers.save_safetensors(path, params)
+    ...     loaded = layers.load_safetensors(path)
+    >>> sorted(loaded)
+    ['bias', 'weight']
     """
     _package()
     from safetensors.numpy import save

@@ -1,12 +1,12 @@
-"""Verification of feature maps, samplers and attention: yours or those of linattn.
+"""Assertions for feature maps, samplers and attention functions, yours or linattn's.
 
-"Is my feature map unbiased, is its variance what I claim, does nothing leak from later tokens?"
-Every assertion raises AssertionError with its name and what it saw, and returns
-:class:`Evidence` otherwise: functions, for pytest or without it.
+Is my feature map unbiased? Is the variance as claimed? Does nothing leak from later tokens? Each
+function here raises AssertionError with its name and the numbers that it found, or returns
+:class:`Evidence`. Use them with or without pytest.
 
-Whatever is left to chance takes ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0:
-the same draws each time. Thresholds come from exact variances and are proved; where no valid test
-exists :class:`UntestableError` says why.
+Random tests take ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0: the same draws
+each time. Thresholds follow from exact variances, with proofs. If no valid test exists,
+:class:`UntestableError` says why.
 
 Needs hypothesis, which the extra ``testing`` brings.
 """

@@ -18,7 +18,7 @@ from linattn.testing.estimators import assert_draws
 __all__ = ["BatteryReport", "Check", "arity_of", "assert_stated", "run", "title_of", "weakest"]
 
 Check = tuple[str, str, Callable[[], Evidence]]
-"""Name, what it shows, and the check."""
+"""Name, claim, and the check."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _exponential_features(tokens: Tokens) -> Features:
 
 
 def _pairs(rng: np.random.Generator, heads: tuple[int, ...]) -> Iterator[Pair]:
-    """Specs that backends may know, and some that they cannot; ``heads``: those of the keys."""
+    """Yield specs that backends may support, and some that they cannot; ``heads`` of the keys."""
     d, m = DIM, FEATURES
 
     def matrix(*lead: int, width: int = m) -> Any:
@@ -285,7 +285,7 @@ def _exact_arguments(
 def _cluster_arguments(
     rng: np.random.Generator, pair: Pair, block: tuple[Tokens, Tokens, Any], state: State
 ) -> dict[str, tuple[Any, ...]]:
-    """Arguments of what exact clusters need; those of keys and queries of one head are apart."""
+    """Return arguments for the functions of exact clusters, by name of the function."""
     query, key, values = block
     count, bias = int(rng.integers(1, FEATURES + 1)), rng.standard_normal(FEATURES)
     n, positions = query.x.shape[-2], rng.permutation(40)

@@ -15,7 +15,7 @@ _PACKAGES = ("linattn", "linattn_numpy", "linattn_cupy", "linattn_dask")
 def clear_caches() -> None:
     """Clear every cache of the modules loaded: no result changes, the next calls are slower.
 
-    Caches of this thread and context are cleared, those of other threads stay. Arrays that a
+    Caches of this thread and context are cleared, caches of other threads stay. Arrays that a
     feature map caches (its specs) live as long as the map.
     """
     for name, module in list(sys.modules.items()):

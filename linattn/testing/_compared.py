@@ -1,7 +1,7 @@
 """Results of two implementations of a block function, on a common scale.
 
-A state, a partial and a row's scale may stand on any log scale; what they stand for is compared,
-in float64.
+A state, a partial and a row's scale may have any log scale: the numbers that they represent are
+compared, in float64.
 """
 
 from __future__ import annotations

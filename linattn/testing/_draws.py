@@ -85,7 +85,7 @@ class MapSource:
         return self.first if self.factory is None else self.factory(self.rng)
 
     def products(self, x: Array, y: Array, num_draws: int) -> Floats:
-        """Estimates of so many draws at pairs ``(pairs, ..., 1, d)``: ``(draws, pairs, ...)``."""
+        """Return estimates ``(draws, pairs, ...)`` at pairs ``(pairs, ..., 1, d)``."""
         count = num_draws if self.is_random else 1
         return np.stack([feature_products(self.draw(), x, y)[..., 0, 0] for _ in range(count)])
 
@@ -235,7 +235,7 @@ def has_positions(feature_map: Any, dim: int) -> bool:
 
 
 def need_pair_kernel(feature_map: Any) -> None:
-    """Refuse maps of which a pair of vectors has no estimate of its own."""
+    """Raise an error for maps whose estimate for a pair depends on other keys."""
     spec, name = _query_spec(feature_map), type(feature_map).__name__
     if isinstance(spec, ColumnNormalized):
         message = (

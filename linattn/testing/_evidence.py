@@ -30,7 +30,7 @@ class UntestableError(ValueError):
 
 
 class MalformedFeaturesError(TypeError):
-    """What a map returned for features cannot be read as features; the message says what it is."""
+    """A map returned an object that is no valid ``Features``; the message describes it."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def check_function(name: str, function: Any, call: str) -> None:
 
 
 def check_not_empty(name: str, values: Sized) -> None:
-    """Refuse an empty sequence: what is tried on nothing cannot fail."""
+    """Raise an error for an empty sequence: a check of nothing cannot fail."""
     if not len(values):
         message = f"{name} must not be empty: what is tried on nothing cannot fail"
         raise ValueError(message)

@@ -61,7 +61,7 @@ class Noise(NamedTuple):
 
 
 class Power(NamedTuple):
-    """What is left for the test of the mean, once its variance is known."""
+    """Variance, draws and false-alarm rate that remain for the test of the mean."""
 
     variance: Floats
     num_draws: int
@@ -142,7 +142,7 @@ def moves(variance: Floats, mean: Floats) -> NDArray[np.bool_]:
 
 
 def scale_of(expected: Floats, variance: Floats) -> Floats:
-    """Return what a bias is measured in: the mean, or where it is near 0 what is large beside."""
+    """Return the unit of a bias: the mean, or a larger scale where the mean is near 0."""
     size = np.abs(np.broadcast_to(expected, np.broadcast_shapes(expected.shape, variance.shape)))
     largest, deviation = np.max(size, initial=0.0), np.sqrt(variance)
     scale = np.where(size < NEAR_NOISE * deviation, deviation, size)

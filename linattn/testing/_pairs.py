@@ -1,4 +1,4 @@
-"""Pairs of vectors at which an estimate is tested, and what is claimed of it there.
+"""Pairs of vectors at which an estimate is tested, and the claims about it there.
 
 Letters: ``P`` pairs of vectors, ``d`` dim.
 """
@@ -39,7 +39,7 @@ FALLS = (1.0, 0.25, 1.0, 2.0, 1.0)
 
 
 class Pairs:
-    """Pairs of vectors in the shape that maps with heads take, and what is claimed there."""
+    """Pairs of vectors in the shape that maps with heads take, and the claims there."""
 
     def __init__(self, source: MapSource, x: Any, y: Any) -> None:
         self.source = source
@@ -76,7 +76,7 @@ class Pairs:
     def add_differences(self, kernel: Any) -> None:
         """Add pairs along which a kernel of x - y falls, to the default ones.
 
-        The others hardly test it: what they bound is x + y.
+        The default pairs hardly test such a kernel: they bound x + y.
         """
         if self.given or not callable(kernel):
             return
@@ -193,9 +193,9 @@ def claim_or_method(feature_map: Any, name: str, claim: Any, argument: str) -> A
 def variance_or_bound(pairs: Pairs, claim: Any, kurtosis: float | None) -> tuple[Any | None, str]:
     """Return the variance and where it is from; None where it is to be measured.
 
-    Of maps of linattn that do not know theirs, and without a kurtosis, a bound that no coupling of
-    rows exceeds: the mean of m rows has at most the variance of one row, m times that of m
-    independent rows.
+    For maps of linattn without a variance, and without a kurtosis, return a bound for any coupling
+    of rows. The mean of m rows has at most the variance of one row, which is m times the variance
+    for independent rows.
     """
     feature_map = pairs.source.first
     measured = f"variance measured, for a kurtosis of at most {kurtosis}"

@@ -1,4 +1,4 @@
-"""Whole problems for a backend: its plans, and what it computes without the driver."""
+"""Whole problems for a backend: its plans, and its results without the driver."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from linattn.typing import Array, Cotangent, Declined, Plan, Problem, State
 __all__ = ["WHOLE_CHECKS", "Subject", "Whole", "wholes"]
 
 RTOL = {"float16": 6e-3, "float32": 1e-3, "float64": 1e-9}
-"""Of a head's largest entry."""
+"""Tolerance, relative to a head's largest entry."""
 
 GRADIENT_RTOL = RTOL | {"float16": 3e-2}
-"""Of that of gradients: products of 16-bit factors follow one another."""
+"""Tolerance of gradients: rounding errors of successive 16-bit products add up."""
 
 DIM, VALUE_DIM = 8, 8
 

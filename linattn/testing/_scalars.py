@@ -115,8 +115,8 @@ def stochastic_rounding(
     draw : callable
         ``draw(x, rng)`` rounds the numbers x, (n,) float32.
     grid : {"bfloat16", "float16", "integer"} or callable, optional
-        What it rounds to; or ``grid(x)``, which returns the neighbours ``x_- <= x <= x_+``, equal
-        where x is on the grid. Default "bfloat16".
+        The grid of rounded numbers, or ``grid(x)``, which returns the neighbours
+        ``x_- <= x <= x_+``, equal if x is on the grid. Default "bfloat16".
     num_draws, false_alarm, rng, on_fail
         See :mod:`linattn.testing.batteries`.
 
@@ -176,7 +176,7 @@ def stochastic_rounding(
 
 
 def _points(steps: Sequence[float], neighbours: Neighbours) -> Floats:
-    """Numbers of both signs, so many steps of the grid above or below powers of two."""
+    """Return numbers of both signs at the given grid steps above or below powers of two."""
     points = []
     for base in (1.0, 8.0, 0.125):
         inside = np.array([base * (1 + 2**-12)])
@@ -216,4 +216,4 @@ POINTS: dict[str, tuple[str, tuple[float, ...]]] = {
     "between": ("points between two neighbours are unbiased", (0.125, 0.25, 0.9375, 3.75)),
     "powers of two": ("exact there, and unbiased below, on a finer grid", (0.0, -0.25, -0.5, 1.0)),
 }
-"""Names, what they show, and steps above a power of two (half as long below it)."""
+"""Names, claims, and steps above a power of two (half as long below it)."""

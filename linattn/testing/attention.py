@@ -417,7 +417,7 @@ def assert_batch_independent(
     rtol: float = 1e-9,
     rng: Seed = 0,
 ) -> Evidence:
-    """Assert that each element of a batch gives what it gives alone, whatever the others hold.
+    """Assert that the output of a batch element does not depend on the other elements.
 
     Parameters
     ----------
@@ -484,7 +484,7 @@ def assert_normalized(
     Parameters
     ----------
     feature_map : FeatureMap, optional
-        Run with ``linear_attention``. Rows whose features meet those of no key give 0, by promise.
+        Run with ``linear_attention``. A row whose features share no column with any key gives 0.
     attention : callable, optional
         Your own, called without options.
     magnitudes : tuple of float, optional

@@ -76,9 +76,9 @@ class Row:
     check : str
         Its name, for ``skip=``.
     what : str
-        What it shows.
+        The claim that is checked.
     result : {"passed", "FAILED", "skipped"}
-        How it ended.
+        Outcome.
     detail : str
         What was compared, what went wrong, or why there was nothing to check.
     false_alarm_rate : float
@@ -175,7 +175,7 @@ class _Subject:
         return getattr(self.feature_map, "dim", None) or 4
 
     def tokens(self, count: int = 3) -> tuple[Any, ...]:
-        """Return so many arrays of tokens, with the heads of the map."""
+        """Return ``count`` arrays of tokens, with the heads of the map."""
         shape = (2, *lead_axes(self.feature_map, self.dim), 9, self.dim)
         rng = np.random.default_rng(5)
         return tuple(0.5 * rng.standard_normal(shape) for _ in range(count))
@@ -433,9 +433,9 @@ def check_feature_map(
     map_or_factory : feature map or callable
         A map that ``redraw(rng)`` draws again, a deterministic map, or ``factory(rng)``.
     kernel, variance : callable or array_like, optional
-        What is claimed, as :func:`assert_unbiased`. Default the map's own ``kernel`` (``mean`` for
-        maps that say they are biased) and ``variance``. Where no variance is known it is measured,
-        for a kurtosis of at most 25, and the row says so.
+        Claimed mean and variance, as for :func:`assert_unbiased`. Default: the map's own ``kernel``
+        (``mean`` for maps that say they are biased) and ``variance``. An unknown variance is
+        measured, for a kurtosis of at most 25, and the row says so.
     num_draws : int, optional
         For mean and variance each. Default 4000.
     false_alarm_rate : float, optional

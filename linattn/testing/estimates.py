@@ -43,7 +43,7 @@ from linattn.typing import Array
 __all__ = ["Claim", "assert_mean", "assert_unbiased", "assert_variance"]
 
 Claim: TypeAlias = "Callable[[Array, Array], Array] | ArrayLike"
-"""What is claimed: ``claim(x, y)`` with shapes as ``kernel``, or a number for each pair."""
+"""A claim: ``claim(x, y)`` with shapes as ``kernel``, or a number for each pair."""
 
 CUT_OFF_VARIANCES = 20.0
 """Where squares are cut off, in variances, when their own variance is not known."""
@@ -75,8 +75,8 @@ def assert_unbiased(
     kernel : callable or array_like (P,), optional
         K. Default ``map.kernel``.
     variance : callable or array_like (P,), optional
-        Exact variance of one draw, or an upper bound of it. Default ``map.variance``; for maps of
-        linattn that do not know theirs, that of a single row.
+        Exact variance of one draw, or an upper bound of it. Default ``map.variance``; the variance
+        of a single row for maps of linattn without that method.
     kurtosis : float, optional
         For maps whose variance is not known: an upper bound of ``E (X - K)^4 / Var(X)^2`` of one
         draw. Half of the draws then bound the variance, the others test the mean. It is an
@@ -293,7 +293,7 @@ def assert_variance(
     Raises
     ------
     AssertionError
-        The variance is not what is claimed.
+        The variance differs from the claim.
     UntestableError
         As :func:`assert_unbiased`; a variance twice the claim could pass at every pair; the map is
         deterministic.
@@ -385,7 +385,7 @@ def _assert_at_most(
 
 
 def _pilot_kurtosis(squares: Floats) -> tuple[Floats, Floats]:
-    """Split a quarter of the draws off; twice their kurtosis is taken for that of the others."""
+    """Set a quarter of the draws aside; return the others, and twice the quarter's kurtosis."""
     num_draws = squares.shape[0]
     num = num_draws - num_draws // 4
     if num == num_draws:

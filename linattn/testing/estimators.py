@@ -1,4 +1,4 @@
-"""Whether the mean of any function that returns estimates is what it should be.
+"""Test the mean of any function that returns random estimates.
 
 Letters: ``n`` draws X of an array of any shape ``(...)``, ``mu`` their claimed mean, ``alpha`` the
 false-alarm rate.
@@ -251,7 +251,7 @@ class _Draws:
         self.draw, self.expected, self.rng = draw, expected, rng
 
     def take(self, count: int) -> NDArray[Any]:
-        """Return so many draws, ``(count, ...)``, in the precision of the last one."""
+        """Return ``count`` draws, ``(count, ...)``, in the precision of the last one."""
         draws = np.empty((count, *self.expected.shape))
         for i in range(count):
             drawn = self.draw(self.rng)

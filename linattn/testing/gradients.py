@@ -58,8 +58,8 @@ def assert_gradient(
     Raises
     ------
     AssertionError
-        The output of ``vjp`` is not that of ``function``; a gradient has another shape or type
-        than its array, or is not the derivative.
+        ``vjp`` and ``function`` return different outputs; a gradient has another shape or type than
+        its array, or is not the derivative.
     TypeError, ValueError
         Arrays that are not float64, or none; directions that are not a whole, positive number.
 

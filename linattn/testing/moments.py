@@ -143,7 +143,7 @@ def _cumulants(kind: str, rows: int, v: float, dim: int, A: float) -> tuple[floa
 def block_kurtosis(
     kind: str, sq_norm: float, num: int, dim: int, *, orthogonal: bool, A: float = 0.0
 ) -> float:
-    """Kurtosis ``E (Y - E Y)^4 / Var(Y)^2`` of an estimate Y from so many rows.
+    """Return the kurtosis ``E (Y - E Y)^4 / Var(Y)^2`` of an estimate Y from some rows.
 
     Parameters
     ----------

@@ -36,8 +36,8 @@ def assert_gaussian_rows(
     Parameters
     ----------
     sampler : callable
-        ``sampler(num, dim, rng) -> (num, dim)``. A :class:`linattn.sampling.Sampler` draws all at
-        once.
+        ``sampler(num, dim, rng) -> (num, dim)``. A :class:`linattn.sampling.Sampler` draws all in
+        one call.
     num, dim : int, optional
         Rows m of a draw, d. Default 8 and 4.
     num_draws : int, optional

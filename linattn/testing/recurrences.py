@@ -154,7 +154,7 @@ class _Kernel:
         return self.asarray(np.array(array, dtype=self.dtype))
 
     def run(self, arguments: Arguments, **options: Any) -> tuple[Floats, Floats]:
-        """Output ``(B, H, L, e)`` and state; options are handed on as they are."""
+        """Return the output ``(B, H, L, e)`` and the state; options are passed on unchanged."""
         given = {name: self.in_layout(name, array) for name, array in arguments.items()}
         result = self.function(
             given.pop("query"), given.pop("key"), given.pop("value"), **given, **options

@@ -31,11 +31,11 @@ def assert_rollback(
     dtype: str = "float32",
     rng: Seed = 0,
 ) -> Evidence:
-    """Assert that rollback and replay leave the bits of never having drafted.
+    """Assert that a stream gives the same bits after rollback as without a draft.
 
-    A stream takes a draft of up to eight tokens, of which the first few are right. Then it goes
-    back to the snapshot from before, takes the right ones and another, and so on. Every output must
-    equal, to the bit, that of a stream that took the right tokens only.
+    A stream takes a draft of up to eight tokens; only the first few are right. Then it goes back to
+    the snapshot before the draft, takes the right tokens and one more, and so on. Every output must
+    have the same bits as in a stream that takes only the right tokens.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def assert_rollback(
     step : callable, optional
         ``step(stream, query, key, value) -> output``, arrays ``(2, d)``; it may change the stream.
     snapshot : callable, optional
-        ``snapshot(stream)`` returns what goes on from here, whatever becomes of the other.
+        ``snapshot(stream)`` returns a copy of the stream, which later steps of it do not change.
     num_drafts : int, optional
         Default 100.
     dtype : {"float32", "float64"}, optional

@@ -177,7 +177,7 @@ class _Map(nn.Module):  # type: ignore[misc]
 
 
 def _keep_own_map(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Let weights without a map be loaded: those of torch's module."""
+    """Allow loading weights without a map, such as the weights of torch's module."""
     state_dict.setdefault(f"{prefix}_extra_state", module.get_extra_state())
 
 

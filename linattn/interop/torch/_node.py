@@ -152,7 +152,7 @@ def _known(number: Any) -> Any:
 
 
 def _cast(tensors: Named) -> list[Array]:
-    """Cast tokens as ``torch.autocast`` casts those of ``scaled_dot_product_attention``."""
+    """Cast tokens as ``torch.autocast`` does for ``scaled_dot_product_attention``."""
     device = tensors["query"].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return [*tensors.values()]

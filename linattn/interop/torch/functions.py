@@ -111,8 +111,8 @@ def linear_attention(
     again; :func:`linattn.linear_attention` itself can.
 
     Inside ``torch.autocast`` query, key and value are cast to the dtype of the context, as torch
-    casts those of ``scaled_dot_product_attention``; nothing else is. States are float32, gradients
-    have the dtypes of the inputs, and ``backward()`` may be called inside or outside.
+    does for ``scaled_dot_product_attention``; other arguments are not cast. States are float32,
+    and gradients have the dtypes of the inputs. ``backward()`` may be called inside or outside.
     """
     arrays = {
         **{"query": query, "key": key, "value": value},
@@ -292,7 +292,7 @@ def linear_recurrence(
 def _state_after(
     parts: list[Array], before: State | None, feature_map: FeatureMap, named: Named, borders: Any
 ) -> State:
-    """Return the state of a call, with what is known of it."""
+    """Return the state after a call, with its length and fingerprint."""
     kvz, log_scale, key, decay = *parts, named["key"], named["log_decay"]
     ends = [0, key.shape[-2]] if borders is None else [int(end) for end in borders]
     pairs = [*pairwise(ends)]
