@@ -67,7 +67,9 @@ def test_one_function_clears_every_cache():
         return linattn.linear_attention(x, x, x, phi, is_causal=True)
 
     wanted = call()
-    loaded = [n for n in caches() if n.rpartition(".")[0] in sys.modules and "_cupy" not in n]
+    others = ("_cupy", "interop.torch._node")  # the latter names calls, and keeps them
+    loaded = [n for n in caches() if n.rpartition(".")[0] in sys.modules]
+    loaded = [n for n in loaded if not any(other in n for other in others)]
     kept = {name for name in loaded if size_of(name)}
     assert {"linattn._driver.problem._last_problem", "linattn_numpy.buffers._scratch"} <= kept
     clear_caches()
