@@ -55,6 +55,15 @@ def assert_namespace_preserved(function: Callable[..., Any], *arrays: Array) -> 
         Another library, type, dtype or device; no array at all.
     TypeError, ValueError
         Inputs that are not of one library, dtype and device, or none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.testing import assert_namespace_preserved
+    >>> evidence = assert_namespace_preserved(linattn.softmax_attention, *np.ones((3, 5, 4)))
+    >>> evidence.check
+    'assert_namespace_preserved'
     """
     check = "assert_namespace_preserved"
     check_function("function", function, "(*arrays)")
@@ -95,6 +104,15 @@ def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evi
         An input holds other numbers afterwards.
     TypeError, ValueError
         Not a function, not arrays, or none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> from linattn.testing import assert_inputs_unchanged
+    >>> evidence = assert_inputs_unchanged(linattn.softmax_attention, *np.ones((3, 5, 4)))
+    >>> evidence.check
+    'assert_inputs_unchanged'
     """
     check = "assert_inputs_unchanged"
     check_function("function", function, "(*arrays)")
@@ -130,6 +148,14 @@ def assert_picklable(feature_map: FeatureMap, *, rng: Seed = 0) -> Evidence:
     ------
     AssertionError
         Pickling or copying fails, or gives other features.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import PositiveFeatures
+    >>> from linattn.testing import assert_picklable
+    >>> evidence = assert_picklable(PositiveFeatures(4, num_features=8, rng=0))
+    >>> evidence.check
+    'assert_picklable'
     """
     check = "assert_picklable"
     if feature_map is None:

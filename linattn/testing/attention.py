@@ -128,6 +128,14 @@ def assert_causal(
     Notes
     -----
     Tokens are replaced from position 1, L / 2 and L - 1 on. Time of seven calls.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_causal
+    >>> evidence = assert_causal(EluFeatures())
+    >>> evidence.check
+    'assert_causal'
     """
     check = "assert_causal"
     check_not_empty("magnitudes", magnitudes)
@@ -183,6 +191,14 @@ def assert_streaming(
         Neither a map nor both of the others.
     ValueError
         As :func:`assert_causal`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_streaming
+    >>> evidence = assert_streaming(EluFeatures())
+    >>> evidence.check
+    'assert_streaming'
     """
     check = "assert_streaming"
     case = _Case(feature_map, attention, rng, length)
@@ -265,6 +281,14 @@ def assert_mask_is_slice(
     Notes
     -----
     A map whose features depend on the position keeps its first keys, others a random half.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_mask_is_slice
+    >>> evidence = assert_mask_is_slice(EluFeatures())
+    >>> evidence.check
+    'assert_mask_is_slice'
     """
     check = "assert_mask_is_slice"
     check_not_empty("garbage", garbage)
@@ -329,6 +353,14 @@ def assert_merge_associative(
         Neither a map nor all three functions.
     ValueError
         As :func:`assert_causal`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_merge_associative
+    >>> evidence = assert_merge_associative(EluFeatures())
+    >>> evidence.check
+    'assert_merge_associative'
     """
     check = "assert_merge_associative"
     functions = {"reduce": reduce, "merge": merge, "read": read}
@@ -394,6 +426,14 @@ def assert_permutation_invariant(
         Neither a map nor an attention.
     ValueError
         As :func:`assert_causal`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_permutation_invariant
+    >>> evidence = assert_permutation_invariant(EluFeatures())
+    >>> evidence.check
+    'assert_permutation_invariant'
     """
     check = "assert_permutation_invariant"
     case = _Case(feature_map, attention, rng, length)
@@ -445,6 +485,14 @@ def assert_batch_independent(
         Neither a map nor an attention.
     ValueError
         As :func:`assert_causal`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_batch_independent
+    >>> evidence = assert_batch_independent(EluFeatures())
+    >>> evidence.check
+    'assert_batch_independent'
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
     check = "assert_batch_independent"
@@ -505,6 +553,14 @@ def assert_normalized(
         Neither a map nor an attention.
     ValueError
         As :func:`assert_causal`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import assert_normalized
+    >>> evidence = assert_normalized(EluFeatures())
+    >>> evidence.check
+    'assert_normalized'
     """
     check = "assert_normalized"
     check_not_empty("magnitudes", magnitudes)

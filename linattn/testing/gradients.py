@@ -68,6 +68,15 @@ def assert_gradient(
     Central differences with steps h and h / 2, extrapolated: an error of order h^4. A wrong entry
     of the gradient is invisible in a random direction with probability 0. Time of
     ``4 num_directions`` calls an array.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import assert_gradient
+    >>> def vjp(x):
+    ...     return np.sin(x), lambda cotangent: (cotangent * np.cos(x),)
+    >>> assert_gradient(np.sin, vjp, np.linspace(0, 1, 5)).check
+    'assert_gradient'
     """
     check = "assert_gradient"
     check_function("function", function, "(*arrays) -> output")

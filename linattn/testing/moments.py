@@ -48,6 +48,12 @@ def exponential_moments(v: float, max_order: int) -> list[float]:
     Notes
     -----
     ``E X^p = exp(p (p - 1) v / 2)``; the alternating sums are taken with 120 decimal digits.
+
+    Examples
+    --------
+    >>> from linattn.testing import moments
+    >>> [round(moment, 2) for moment in moments.exponential_moments(1.0, 3)]
+    [1.0, 0.0, 1.72, 13.93]
     """
     with decimal.localcontext() as context:
         context.prec = 120
@@ -85,6 +91,12 @@ def orthogonal_block_moment(powers: tuple[float, ...], v: float, dim: int) -> fl
     -----
     Derived in this project. The coefficients of the product come from its logarithmic derivative.
     Time O(terms^2).
+
+    Examples
+    --------
+    >>> from linattn.testing import moments
+    >>> round(moments.orthogonal_block_moment((1.0, 1.0), 1.0, 4), 2)
+    2.54
     """
     squares = [p * p for p in powers if p]
     size = abs(v) / 2 * sum(squares)

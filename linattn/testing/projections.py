@@ -71,6 +71,13 @@ def assert_gaussian_rows(
     the errors that are found. Norms are tested with the variance of one row, which that of an
     average never exceeds. An average over rows is all that an unbiased estimate needs; rows of one
     draw that each have a distribution of their own (strata) pass.
+
+    Examples
+    --------
+    >>> from linattn.testing import assert_gaussian_rows
+    >>> evidence = assert_gaussian_rows(lambda num, dim, rng: rng.standard_normal((num, dim)))
+    >>> evidence.check
+    'assert_gaussian_rows'
     """
     check = "assert_gaussian_rows"
     check_function("sampler", sampler, "(num, dim, rng) -> (num, dim)")

@@ -154,6 +154,14 @@ def score_test(
     ----------
     Catoni, "Challenging the empirical mean and empirical variance: a deviation study" (2012),
     section 2, whose estimator of a mean this turns into a test.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import statistics
+    >>> x = np.random.default_rng(0).standard_normal(1000)
+    >>> bool(statistics.score_test(x, 1.0).passed)
+    True
     """
     if side not in ("both", "above"):
         message = f"side must be 'both' or 'above', got {side!r}"
@@ -214,6 +222,14 @@ def betting_test(
     ----------
     Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting" (2024),
     section 4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import statistics
+    >>> x = np.random.default_rng(0).standard_normal(1000)
+    >>> bool(statistics.betting_test(np.clip(x, -1, 1), 1.0).passed)
+    True
     """
     d = np.asarray(deviations, dtype=np.float64)
     b = np.asarray(bound, dtype=np.float64)
@@ -264,6 +280,14 @@ def variance_bound(
     lies above the parabola through 0 that touches it at kappa), so that a mean of squares is at
     most ``kappa q sigma^2`` with probability at most ``exp(-n KL(q || 1 / kappa))``; entries by a
     union bound.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import statistics
+    >>> x = np.random.default_rng(0).standard_normal(1000)
+    >>> round(float(statistics.variance_bound(x**2, kurtosis=3.0)), 2)
+    1.33
     """
     y = np.asarray(squares, dtype=np.float64)
     factor = variance_factor(kurtosis, y.shape[0], max(1, y[0].size), false_alarm_rate)
@@ -326,6 +350,12 @@ def detectable_shift(
     Rigorous if the variance of the wrong distribution is at most ``variance``: for a shift b,
     ``P(S < T) <= exp(T - n (a b - a^2 b^2 / 2 - a^2 sigma^2 / 2))``, which is solved for b. It is
     about ``1.6 sqrt(2 L / n)`` standard deviations.
+
+    Examples
+    --------
+    >>> from linattn.testing import statistics
+    >>> round(float(statistics.detectable_shift(1.0, 1000)), 2)
+    0.34
     """
     L = _log_odds(false_alarm_rate, num_tests, 2)
     _check_rate("miss_rate", miss_rate)
@@ -419,6 +449,12 @@ def mean_bound(
     References
     ----------
     Hoeffding, "Probability inequalities for sums of bounded random variables" (1963), eq. 2.1.
+
+    Examples
+    --------
+    >>> from linattn.testing import statistics
+    >>> round(float(statistics.mean_bound(0.5, 1.0, 1000)), 2)
+    0.6
     """
     y, b = np.asarray(average, dtype=np.float64), np.asarray(bound, dtype=np.float64)
     need = _log_odds(false_alarm_rate, max(1, y.size), 1) / num_draws
@@ -528,6 +564,12 @@ def bernstein_bound(
     References
     ----------
     Boucheron, Lugosi and Massart, "Concentration Inequalities" (2013), corollary 2.11.
+
+    Examples
+    --------
+    >>> from linattn.testing import statistics
+    >>> round(statistics.bernstein_bound(1.0, 4.0, 1000), 2)
+    0.24
     """
     L = _log_odds(false_alarm_rate, 1, 2)
     linear = L * bound / (3 * num_draws)

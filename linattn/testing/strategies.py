@@ -60,6 +60,16 @@ def query_key_value(
     strategy of tuple
         Leading axes are none, a batch, or batch and heads, with axes of 1 in key and value now
         and then (grouped queries). Lengths are at least 1.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from linattn.testing import query_key_value
+    >>> @settings(max_examples=5, database=None, deadline=None)
+    ... @given(query_key_value(same_length=True))
+    ... def test(arrays):
+    ...     assert arrays[0].shape[-2] == arrays[1].shape[-2]
+    >>> test()
     """
     same_length = check_flag("same_length", same_length)
     lead = draw(st.sampled_from([(), (2,), (2, 3), (1, 2)]))
