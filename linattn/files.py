@@ -79,6 +79,20 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     -----
     The file is an uncompressed npz archive of ``m (e + 2)`` numbers a head, in the state's dtype.
     It is made in memory first, which takes as much memory again.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> state = linattn.init_state(phi, 64, like=np.ones(64))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     linattn.save_state(Path(folder) / "state.npz", state, phi)
+    ...     loaded = linattn.load_state(Path(folder) / "state.npz", phi)
+    >>> bool(np.array_equal(loaded.kvz, state.kvz))
+    True
     """
     if not isinstance(state, State):
         message = f"state must be a linattn.State, got {type(state).__name__}"
@@ -137,6 +151,20 @@ def load_state(
     Notes
     -----
     Nothing is unpickled, and no header can make it read or allocate more than the file holds.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> state = linattn.init_state(phi, 64, like=np.ones(64))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     linattn.save_state(Path(folder) / "state.npz", state, phi)
+    ...     loaded = linattn.load_state(Path(folder) / "state.npz", phi)
+    >>> loaded.kvz.shape
+    (64, 65)
     """
     path = checked_path(path)
     wanted = None if feature_map is None else _fingerprint(feature_map)

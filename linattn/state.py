@@ -68,6 +68,14 @@ def init_state(
     Notes
     -----
     Memory m (e + 2) numbers a head.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> linattn.init_state(phi, 64, batch_shape=(8,), like=np.ones(32)).kvz.shape
+    (8, 32, 65)
     """
     check_feature_map(feature_map)
     xp, (like,) = _checks.check_arrays(1, like=like)

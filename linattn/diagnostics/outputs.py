@@ -276,6 +276,16 @@ def effective_features(query: Array, state: State, feature_map: FeatureMap) -> F
     For independent rows ``1 / m_eff - 1 / m`` is about the relative variance of the denominator:
     a handful of effective features out of hundreds is an output that another draw would change.
     Time O(L m).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    >>> linattn.diagnostics.effective_features(query, state, phi).shape
+    (50,)
     """
     x, kvz, log_scale = _read_inputs(query, state, feature_map)
     with _generic.ignore_fp_warnings():

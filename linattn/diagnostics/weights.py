@@ -63,6 +63,15 @@ def attention_weights(
     -----
     Each row is added up pair by pair in the log domain. Time and memory of one row O(S m) a head,
     of the features O((L + S) m d).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key = np.random.default_rng(0).standard_normal((2, 50, 8))
+    >>> weights = linattn.diagnostics.attention_weights(query, key, rows=[0, 10])
+    >>> weights.shape, bool(np.allclose(np.sum(weights, axis=-1), 1))
+    ((2, 50), True)
     """
     x, y, visible = check_inputs(query, key, is_causal, key_mask)
     chosen = _chosen_rows(rows, x.shape[-2])

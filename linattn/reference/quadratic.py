@@ -207,6 +207,15 @@ def softmax_attention(
     Notes
     -----
     Time O(L S (d + e)) per head, O(S (d + e)) of extra memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> output = linattn.reference.softmax_attention(query, key, value)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     if scale is None:

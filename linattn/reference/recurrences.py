@@ -74,6 +74,16 @@ def recurrence(
     Notes
     -----
     Time O(L d e) a head, one token after another.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> output, _ = linattn.reference.recurrence(query, key, value, update_rule="linear")
+    >>> fast = linattn.linear_recurrence(query, key, value, update_rule="linear")
+    >>> bool(np.allclose(output, fast))
+    True
     """
     if update_rule not in ("linear", "gated", "delta", "gated_delta"):
         message = f"update_rule must be linear, gated, delta or gated_delta, got {update_rule!r}"

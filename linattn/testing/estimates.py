@@ -167,6 +167,14 @@ def assert_mean(
     Notes
     -----
     False-alarm rate and smallest bias as :func:`assert_unbiased`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import PositiveFeatures
+    >>> from linattn.testing import assert_mean
+    >>> phi = PositiveFeatures(4, num_features=8, rng=0)
+    >>> assert_mean(phi, mean=phi.kernel, num_draws=200).check
+    'assert_mean'
     """
     claim = _MeanClaim("assert_mean", "mean", mean, variance, kurtosis)
     return _assert_mean(claim, map_or_factory, x, y, num_draws, false_alarm_rate, rng)

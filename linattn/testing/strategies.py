@@ -120,6 +120,16 @@ def norm_bounded_vectors(
     Returns
     -------
     strategy of array
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from linattn.testing import norm_bounded_vectors
+    >>> @settings(max_examples=5, database=None, deadline=None)
+    ... @given(norm_bounded_vectors(num=2, dim=4))
+    ... def test(vectors):
+    ...     assert vectors.shape == (2, 4)
+    >>> test()
     """
     d = draw(st.integers(1, max_dim)) if dim is None else dim
     fractions = draw(st.lists(st.sampled_from([1.0, 0.5, 0.1, 0.0]), min_size=num, max_size=num))
@@ -157,6 +167,16 @@ def feature_maps(
     -------
     strategy of feature map
         With up to three blocks of rows, a whole number or not.
+
+    Examples
+    --------
+    >>> from hypothesis import given, settings
+    >>> from linattn.testing import feature_maps
+    >>> @settings(max_examples=5, database=None, deadline=None)
+    ... @given(feature_maps(dim=4))
+    ... def test(feature_map):
+    ...     assert getattr(feature_map, "dim", None) in (None, 4)
+    >>> test()
     """
     if softmax_kernel is not None:
         softmax_kernel = check_flag("softmax_kernel", softmax_kernel)
