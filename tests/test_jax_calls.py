@@ -1,9 +1,10 @@
-"""What JAX does with `linattn.interop.jax`."""
+"""What JAX does with `linattn.interop.jax`: compilations, and the table of docs/gradients.md."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,20 @@ plain: Any = linattn.linear_attention
 linear_vjp: Any = linattn.linear_attention_vjp
 PHI = feature_maps.PositiveFeatures(2, 4, rng=0)
 rng = np.random.default_rng(0)
-QKV = list(rng.normal(size=(3, 2, 5, 2)) / 2)
-WAY = rng.normal(size=(2, 5, 2))
-GATE, BETA = rng.uniform(size=(2, 2, 5))
+QUERY, WAY, *KV = rng.normal(size=(4, 2, 2)) / 2
+QUERIES = np.stack([QUERY, -QUERY])
+GATE, BETA = rng.uniform(size=(2, 2))
 
 
 @pytest.fixture(autouse=True)
 def _wide() -> Iterator[None]:
+    """Double precision, and little time of XLA: what is compiled here runs once."""
+    flag = "jax_disable_most_optimizations"
+    before = jax.config.read(flag)
     with jax.enable_x64(True):
+        jax.config.update(flag, True)
         yield
+        jax.config.update(flag, before)
 
 
 def agree(got: Any, want: Any, error: float = 1e-6) -> None:
@@ -59,7 +65,7 @@ def tokens(length: int) -> list[Any]:
 def test_an_eager_call_is_compiled_as_one():
     """It was 228 compilations for 33 tokens."""
     clear_caches()
-    first, second, cotangent = tokens(9), tokens(10), jax.numpy.ones((10, 2))
+    first, second, cotangent = tokens(3), tokens(4), jax.numpy.ones((4, 2))
     same = feature_maps.PositiveFeatures(2, 4, rng=0)
     with at_most(12):
         output = interop.linear_attention(*first, PHI, is_causal=True)
@@ -70,7 +76,7 @@ def test_an_eager_call_is_compiled_as_one():
         pullback = jax.vjp(lambda *x: interop.linear_attention(*x, PHI, is_causal=True), *second)[1]
         gradients = pullback(cotangent)
     hosts = [np.asarray(x) for x in second]
-    expected = linear_vjp(*hosts, PHI, is_causal=True)[1](np.ones((10, 2)))
+    expected = linear_vjp(*hosts, PHI, is_causal=True)[1](np.ones((4, 2)))
     agree(gradients, expected)
     with at_most(0):
         jax.vjp(lambda *x: interop.linear_attention(*x, PHI, is_causal=True), *second)[1](cotangent)
@@ -109,19 +115,157 @@ def test_maps_of_others_may_change():
 
     phi, rows = Changing(), tokens(4)
     for Changing.gain in (1.0, 2.0):
-        expected = plain(*rows, feature_maps.EluFeatures(scale=Changing.gain))
+        expected = plain(*map(np.asarray, rows), feature_maps.EluFeatures(scale=Changing.gain))
         agree(interop.linear_attention(*rows, phi), expected)
 
 
 def test_an_eager_stream_is_that_of_numpy():
     """Positions go on, and the length stays an integer."""
-    phi, rows, state, want = feature_maps.CosformerFeatures(2, max_length=20), tokens(4), None, None
+    phi, rows, state, want = feature_maps.CosformerFeatures(2, max_length=20), tokens(2), None, None
     hosts = [np.asarray(x) for x in rows]
     options = {"is_causal": True, "return_state": True}
-    for _ in range(3):
+    for _ in range(2):
         got, state = interop.linear_attention(*rows, phi, initial_state=state, **options)
         expected, want = plain(*hosts, phi, initial_state=want, **options)
         agree(got, expected)
         agree(linattn.read_state(rows[0], state, phi), linattn.read_state(hosts[0], want, phi))
         assert type(state.length) is int
         assert state[2:4] == want[2:4]
+
+
+def test_an_eager_call_makes_no_nan_that_jax_would_report():
+    """Inside, rows that see nothing yet are NaN before they are chosen among."""
+    with jax.debug_nans(True):
+        for call in (CALLS["linear, causal"], CALLS["softmax, causal"]):
+            agree(call(interop, *map(jax.numpy.asarray, (QUERY, *KV))), call(linattn, QUERY, *KV))
+
+
+# The table --------------------------------------------------------------------------------------
+
+
+def _linear(is_causal: bool) -> Any:
+    return lambda of, *qkv: of.linear_attention(*qkv, PHI, is_causal=is_causal)
+
+
+def _softmax(is_causal: bool) -> Any:
+    return lambda of, *qkv: of.softmax_attention(*qkv, is_causal=is_causal)
+
+
+def _recurrence(rule: str, **gates: Any) -> Any:
+    def attend(of: Any, *qkv: Any) -> Any:
+        kind = type(qkv[1])
+        given = {n: jax.numpy.asarray(g) if kind is not np.ndarray else g for n, g in gates.items()}
+        return of.linear_recurrence(*qkv, update_rule=rule, **given)
+
+    return attend
+
+
+CALLS: dict[str, Any] = {
+    "linear": _linear(False),
+    "linear, causal": _linear(True),
+    "softmax": _softmax(False),
+    "softmax, causal": _softmax(True),
+    "recurrence": _recurrence("gated_delta", log_decay=-GATE, beta=BETA),
+}
+
+
+def slope(function: Any, x: Any) -> Any:
+    """Derivative of a function of NumPy along `WAY`, by central differences."""
+    return (function(x + 1e-5 * WAY) - function(x - 1e-5 * WAY)) / 2e-5
+
+
+def gradient(call: Any, query: Any) -> Any:
+    """Gradient of the sum of squares by the query, in NumPy, by central differences."""
+    steps = 1e-5 * np.eye(query.size).reshape(-1, *query.shape)
+    ends = (call(linattn, query + sign * steps, *KV) for sign in (1, -1))
+    plus, minus = ((end**2).sum((-2, -1)) for end in ends)
+    return ((plus - minus) / 2e-5).reshape(query.shape)
+
+
+def squares(call: Any) -> Any:
+    return lambda query: (call(interop, query, *KV) ** 2).sum()
+
+
+def outputs(call: Any) -> Any:
+    return np.stack([call(linattn, query, *KV) for query in QUERIES])
+
+
+def gradients(call: Any) -> Any:
+    return np.stack([gradient(call, query) for query in QUERIES])
+
+
+def _jit(call: Any) -> None:
+    agree(jax.jit(lambda query: call(interop, query, *KV))(QUERY), call(linattn, QUERY, *KV))
+
+
+def _grad(call: Any) -> None:
+    agree(jax.grad(squares(call))(QUERY), gradient(call, QUERY))
+
+
+def _vmap(call: Any) -> None:
+    agree(jax.vmap(lambda query: call(interop, query, *KV))(QUERIES), outputs(call))
+
+
+def _vmap_of_grad(call: Any) -> None:
+    agree(jax.vmap(jax.grad(squares(call)))(QUERIES), gradients(call))
+
+
+def _scan(call: Any) -> None:
+    def step(carry: Any, query: Any) -> Any:
+        return carry, call(interop, query, *KV)
+
+    agree(jax.lax.scan(step, 0.0, QUERIES)[1], outputs(call))
+
+
+def _remat(call: Any) -> None:
+    agree(jax.grad(jax.checkpoint(squares(call)))(QUERY), gradient(call, QUERY))
+
+
+def _ordinary(call: Any) -> Any:
+    """The function of `linattn`, compiled, of a query."""
+    key, value = map(jax.numpy.asarray, KV)
+    return jax.jit(lambda query: call(linattn, query, key, value))
+
+
+def _jvp(call: Any) -> None:
+    point = (jax.numpy.asarray(QUERY),), (jax.numpy.asarray(WAY),)
+    with pytest.raises(TypeError, match=r"jvp.*custom_vjp"):
+        jax.jvp(lambda query: call(interop, query, *KV), *point)
+    got = jax.jvp(_ordinary(call), *point)[1]
+    agree(got, slope(lambda query: call(linattn, query, *KV), QUERY))
+
+
+def _hessian(call: Any) -> None:
+    """Forward over reverse, along one direction."""
+    query, way = map(jax.numpy.asarray, (QUERY, WAY))
+    with pytest.raises(TypeError, match=r"jvp.*custom_vjp"):
+        jax.jvp(jax.grad(squares(call)), (query,), (way,))
+    attend = _ordinary(call)
+    derivative = jax.grad(lambda query: (attend(query) ** 2).sum())
+    got = jax.jit(lambda query: jax.jvp(derivative, (query,), (way,))[1])(query)
+    expected = slope(lambda query: gradient(call, query), QUERY)
+    agree(got, expected, 1e-4)
+
+
+RUNS: dict[str, Callable[[Any], None]] = {
+    "`jax.jit`": _jit,
+    "`jax.grad`": _grad,
+    "`jax.vmap`": _vmap,
+    "`vmap` of `grad`": _vmap_of_grad,
+    "`jax.lax.scan`": _scan,
+    "`jax.checkpoint`": _remat,
+    "`jax.jvp`": _jvp,
+    "`jax.hessian`": _hessian,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("run", RUNS)
+def test_jax_runs(run, name):
+    RUNS[run](CALLS[name])
+
+
+def test_the_page_shows_what_runs():
+    page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
+    assert [row for row in rows if row in RUNS] == list(RUNS)
