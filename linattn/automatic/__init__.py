@@ -178,7 +178,7 @@ def attention(
     the inverse odds. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean
     query. ``s_i = w_i / (1 + w_i)`` has the weight ``w_i = exp(s q_i.k_i + b_i - found_i)`` of the
     query's own key over the sum that the first landmarks find for all keys. Without own keys the
-    last term is replaced by ``l_i / 2``.
+    odds are ``1 / 2 + l_i / (2 mean l)``.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
     probability of ``1 - 0.05 / n``. A head may have n trials: a lucky one passes with a probability

@@ -20,7 +20,8 @@ Floats = NDArray[Any]
 WEIGHTED, MISSING = 1 / 2, 1 / 3
 """Share of a row's odds that are not uniform, and the share of all odds that follow the weight that
 the row may miss, if known; the remainder follows its leverage. Estimates over true errors (5, 50,
-95 %) on photographs of scikit-image: .60, .99, 1.39; with uniform odds .06, .71, 2.00."""
+95 %) on photographs of scikit-image: .60, .99, 1.39; without the missed weight .06, .71,
+2.00."""
 
 FITTED = 1 / 4
 """Share of the queries that landmarks may be fitted to; the others may be held out."""
