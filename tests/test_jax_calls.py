@@ -104,6 +104,15 @@ def test_calls_of_other_options_share_nothing():
         interop.softmax_attention(*host, scale=True)
 
 
+def test_calls_under_other_settings_share_nothing():
+    rows = [x.astype("float32") for x in tokens(2)]
+    for precision, wide in ((None, False), ("float64", True)):
+        with linattn.config(precision=precision):
+            options: Any = {"return_state": True}
+            state = interop.linear_attention(*rows, PHI, **options)[1]
+        assert (str(state.kvz.dtype) == "float64") == wide
+
+
 def test_maps_of_others_may_change():
     """Nothing says that a map that is not linattn's own stays what it is."""
 

@@ -1,4 +1,8 @@
-"""Attention for JAX's gradients that keeps nothing but its arguments for the backward pass."""
+"""Attention for JAX's gradients that keeps nothing but its arguments for the backward pass.
+
+An eager call of at most 512 tokens is compiled as one function, once for each shape, map and set of
+options.
+"""
 
 from __future__ import annotations
 
