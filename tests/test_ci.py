@@ -15,11 +15,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 # In the place of every tool: writes down how it was called, says so, and fails where it is told to.
-TOOL = """#!/bin/bash
+TOOL = r"""#!/bin/bash
 call="${0##*/.venv}"; call="${call##*/stub/} $*"
+call=$(sed -E 's#[^ ]*/tmp\.[[:alnum:]]+#NEW#g' <<<"$call")
+if [[ $call == *--version ]]; then exit; fi
 echo "$call" | tee -a "$CALLS"
 case $call in
-    "python3 -m venv "*) folder=$3 ;;
+    python3*" -m venv "*) folder=$3 ;;
     *fake_gpu/build.sh*) folder=.venv-fake-gpu ;;
 esac
 if [[ ${folder:-} ]]; then
@@ -45,10 +47,11 @@ def checkout(tmp_path: Path) -> Path:
         script.write_text(TOOL, encoding="utf-8")
         script.chmod(0o755)
     subprocess.run(["git", "init", "--quiet", folder], check=True)
-    stub = tmp_path / "stub"
+    stub, newest = tmp_path / "stub", folder / ".ci" / "newest-python"
     stub.mkdir()
-    (stub / "python3").write_text(TOOL, encoding="utf-8")
-    (stub / "python3").chmod(0o755)
+    for tool in (*(stub / name for name in ("python3", "python3.13", "chroot")), newest):
+        tool.write_text(TOOL, encoding="utf-8")
+        tool.chmod(0o755)
     return folder
 
 

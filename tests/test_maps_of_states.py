@@ -91,7 +91,7 @@ CALLS = {
     "linattn.stream.attend": lambda s: stream.attend(
         *TOKENS, np.zeros_like(TOKENS[2]), PHI, initial_state=s
     ),
-    "linattn.interop.torch.linear_attention": by_interop("torch"),
+    "linattn.interop.torch.functions.linear_attention": by_interop("torch"),
     "linattn.interop.jax.linear_attention": by_interop("jax"),
 }
 OF_LAYERS = {

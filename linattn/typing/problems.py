@@ -162,6 +162,10 @@ class ExactKeys(NamedTuple):
     choice_rows: int = 1
     sinks: int = 0
 
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
+
 
 class Policy(NamedTuple):
     """How the work may be done.
@@ -182,6 +186,10 @@ class Policy(NamedTuple):
     num_threads: int | None = None
     tf32: bool = False
     lazy: bool = False
+
+    def __repr__(self) -> str:
+        """Show one line, without the numbers of arrays."""
+        return one_line(self)
 
 
 @dataclass(frozen=True)
