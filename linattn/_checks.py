@@ -165,10 +165,10 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
                     f"Dask call {name}.compute_chunk_sizes() first, in ONNX give all sizes"
                 )
                 raise ValueError(message)
-        axes = "(..., length, dim)" if min_ndim == 2 else "(..., dim)"
         if array.ndim < min_ndim:
             message = (
-                f"{name} must have at least {min_ndim} axes {axes}, got shape {tuple(array.shape)}"
+                f"{name} must have at least 2 axes (..., length, dim), got shape "
+                f"{tuple(array.shape)}; for one number in each row pass {name}[:, None]"
             )
             raise ValueError(message)
         if array.shape[-1] == 0:

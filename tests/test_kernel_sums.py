@@ -525,6 +525,11 @@ WRONG: Any = 1
         (lambda: sinkhorn(X, X, reg=-1.0), ValueError, "reg must be a positive"),
         (lambda: sinkhorn(X, X, reg=1.0, max_iterations=0), ValueError, "max_iterations must be"),
         (lambda: local_regression(X, X, X, bandwidth=1.0, degree=2), ValueError, "degree must be"),
+        (
+            lambda: local_regression(X, X, X[:, 0], bandwidth=1.0),
+            ValueError,
+            r"y must have at least 2 axes .*; for one number in each row pass y\[:, None\]",
+        ),
         (lambda: local_regression(X, X, X, bandwidth=1.0, ridge=0.0), ValueError, "ridge must be"),
         (lambda: local_regression(X, X, X[:3], bandwidth=1.0), ValueError, "rows"),
         (
