@@ -1,4 +1,8 @@
-"""Causal sums by sub-blocks: all triangles together, the states between them one by one."""
+"""Causal attention sums of a tile by sub-blocks.
+
+One product computes the triangles, the causal sums within each sub-block, of all sub-blocks. The
+states between sub-blocks are added one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ __all__ = ["Triangles"]
 
 
 class Triangles:
-    """Sums ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` of tiles of one shape, one after the other.
+    """Compute ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` for successive tiles of one shape.
 
-    ``q``, ``k``: arrays ``(..., h, n, m / h)`` that hold the features of the tile at hand, both by
-    sign halves; ``lead``: leading axes of its values; ``kvz``: the state before it,
-    ``(..., m, e)``. Views are made here, once for all tiles.
+    ``q``, ``k``: buffers ``(..., h, n, m / h)``; the caller writes the features of each tile into
+    them and then calls `add`. h is 2 for features in two sign halves, which are stored apart, and
+    1 otherwise. ``lead``: leading axes of values; ``kvz``: the state before the first tile,
+    ``(..., m, e)``, which is copied; ``size``: rows of a sub-block.
     """
 
     lead: tuple[int, ...]
@@ -50,7 +55,7 @@ class Triangles:
         self._read_parts = list(moveaxis(self._reads, -4, 0))
 
     def split(self, x: Floats) -> Floats:
-        """Split rows into tiles along a new first axis, for :meth:`add`."""
+        """Divide rows into tiles ``(..., n / size, size, .)`` along a new first axis, for `add`."""
         return split_tiles(x, *self._shape)
 
     def add(
@@ -61,11 +66,12 @@ class Triangles:
         rises: Sequence[Floats | None] = (),
         borders: Sequence[Border] = (),
     ) -> list[Floats]:
-        """Write the sums of a tile with values ``v`` to ``out``, and keep the state after it.
+        """Write the sums of a tile with values ``v`` to ``out``; the state moves to the tile's end.
 
-        Both arrays are ``(..., n / size, size, e)``. ``decay``: factors of keys and states.
-        ``rises``: factors of the states after each sub-block but the last, None for 1. Returns
-        these states without their factors. ``borders``: borders between sequences.
+        ``v``, ``out``: ``(..., n / size, size, e)``. ``decay``: factors of keys and states.
+        ``borders``: sub-blocks in which sequences begin; they overwrite keys in ``k`` by 0.
+        ``rises``: one factor for the state after each sub-block but the last, None for 1; it
+        changes the state's scale. Returns these states before the factors are applied.
         """
         unscaled: list[Floats] = []
         first, *rest = self._parts
@@ -108,5 +114,5 @@ class Triangles:
         return unscaled
 
     def state(self) -> Floats:
-        """Return the state after the last tile."""
+        """Return a copy of the state after the last tile, ``(..., m, e)``."""
         return np.array(self._states[0])

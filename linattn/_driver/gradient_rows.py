@@ -1,4 +1,8 @@
-"""Rows of gradients, and the walk that writes them: one task's share of a pullback."""
+"""Gradients that several tasks write, the arguments of a pullback's walk, and checkpoints.
+
+`GradientRows` collects one argument's gradient. `GradientWalk` has all that one task needs.
+`Checkpoints` has the states that a forward pass stored; `states_before` makes the others again.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,17 @@ __all__ = [
 
 
 class _OrderedSum:
-    """Rows to which tasks add in their order."""
+    """The shares of one block of rows, in a fixed order; shares may arrive in any order."""
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, Array] = {}
 
     def shares(self, order: int, share: Array, xp: Any) -> Iterator[Array]:
-        """Yield the shares that are next, one more given."""
+        """Accept share number ``order``; yield all shares that can be added now, in order.
+
+        A share with an earlier one still missing is copied and held.
+        """
         if order > self._next:
             # A backend may make its next block in the same place.
             self._early[order] = xp.asarray(share, copy=True)
@@ -46,13 +53,13 @@ class _OrderedSum:
 
 
 class GradientRows:
-    """Where rows of one gradient go: summed over the axes along which its argument was broadcast.
+    """The gradient of one argument, summed over the axes along which the argument was broadcast.
 
-    Each task of a row writes it ``shares`` times. If a row is written more than once, the shares
-    are added in the accumulation dtype, in the order of the tasks and of their shares. So the bits
-    of a sum do not depend on which task is done first.
-    A share that comes early is held until it is next, so that no task waits: of tasks that run
-    side by side, a part of a head's gradient each.
+    Each task writes a row ``shares`` times. Shares of one row are added in the accumulation dtype,
+    in the order of the tasks and of their shares. So the bits of a sum do not depend on which task
+    ends first. A share that comes early is held, so that no task waits for another.
+
+    ``like``: the argument; ``tasks``: all tasks that will write.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class GradientRows:
             self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
 
     def write(self, task: Index, rows: slice, block: Array, share: int = 0) -> None:
-        """Write rows of a task, or add them to its earlier shares."""
+        """Write ``block``, a task's gradient of some rows, as its share number ``share``."""
         xp = self._xp
         if self._array is None:
             block, before = sum_to(block, self._shape[:-2], 2), self._blocks.get(rows.start)
@@ -104,7 +111,7 @@ class GradientRows:
             self._array[index] = xp.astype(block, self._dtype, copy=False)
 
     def result(self) -> Array:
-        """Return the whole gradient."""
+        """Return the gradient, in the shape and dtype of the argument."""
         whole = self._array
         if whole is None:
             ordered = [self._blocks[start] for start in sorted(self._blocks)]
@@ -113,7 +120,7 @@ class GradientRows:
 
 
 class GradientWalk(NamedTuple):
-    """Arguments of a pullback: a task's share of the problem, and where its gradients go."""
+    """Arguments of a task's pullback: its part of the problem, and receivers of its gradients."""
 
     problem: Problem
     cotangent: Cotangent
@@ -121,28 +128,29 @@ class GradientWalk(NamedTuple):
     block_size: int
     task: Index
     rows: dict[str, GradientRows]
-    """One for each argument, by its name in the problem."""
+    """Receiver of each argument's gradient, by the argument's name in the problem."""
     share: int = 0
-    """Which of several gradients of the same rows is written; they are added."""
+    """Number of this walk among the walks that write the same rows; their gradients are added."""
 
     def query_slices(self) -> list[slice]:
-        """Blocks of queries."""
+        """Return the blocks of all queries, first to last."""
         return list(block_slices(self.problem.query.shape[-2], self.block_size))
 
     def key_slices(self, keys: slice) -> list[slice]:
-        """Blocks of some keys."""
+        """Return the blocks of some keys, first to last."""
         blocks = block_slices(keys.stop - keys.start, self.block_size)
         return [slice(keys.start + rows.start, keys.start + rows.stop) for rows in blocks]
 
     def grad_output(self, rows: slice) -> Array:
-        """Cotangents of some rows of the output."""
+        """Return the cotangent of some rows of the output, in the accumulation dtype."""
         grad = self.cotangent.output[..., rows, :]
         return self.problem.xp.astype(grad, self.problem.dtype, copy=False)
 
     def write_query(self, rows: slice, gradient: Array, term: Array = None) -> None:
-        """Write gradients of queries in the caller's coordinates.
+        """Write the gradient of the caller's queries, before the map's change of coordinates.
 
-        ``term``: gradient by the log of a factor on all features of a row, None for zero.
+        ``gradient``: gradient of the changed queries. ``term``: gradient of each row's log weight,
+        ``(..., n, 1)``, which the change of coordinates adds; None for 0.
         """
         affine = self.problem.query_change
         if affine is not None:
@@ -152,7 +160,11 @@ class GradientWalk(NamedTuple):
     def write_key(
         self, rows: slice, values_and_one: Array, grad_key: Array, grad_values_and_one: Array
     ) -> None:
-        """Write gradients of keys in the caller's coordinates; exactly 0 for masked keys."""
+        """Write the gradients of the caller's keys, values and key bias; exactly 0 for masked keys.
+
+        ``grad_key``: gradient of keys after the map's change of coordinates. The gradient of a
+        key's log weight is the product of ``[v, 1]`` with its gradient.
+        """
         problem, xp = self.problem, self.problem.xp
         gradients = {"key": grad_key, "value": grad_values_and_one[..., :-1]}
         if problem.key_change is not None or problem.weights.key_bias is not None:
@@ -169,11 +181,11 @@ class GradientWalk(NamedTuple):
             self.write(name, rows, gradient)
 
     def write(self, name: str, rows: slice, gradient: Array) -> None:
-        """Write rows of the gradient of an argument."""
+        """Write rows of an argument's gradient."""
         self.rows[name].write(self.task, rows, gradient, self.share)
 
     def last_adjoint(self, like: State) -> State:
-        """Adjoint after the last token: the cotangent of the returned state, or zero."""
+        """Return the adjoint after the last token: the cotangent of the returned state, or zero."""
         grad_state, nothing = self.cotangent.state, empty_adjoint(self.problem, like)
         if grad_state is None:
             return nothing
@@ -181,12 +193,13 @@ class GradientWalk(NamedTuple):
 
 
 def empty_adjoint(problem: Problem, like: State) -> State:
-    """Return the adjoint before any query has read: zero."""
+    """Return the adjoint state 0 of a problem, in the dtype and on the device of ``like``."""
     m, e = problem.num_features, problem.value.shape[-1]
     return _generic.empty_state(problem.state_lead, m, e, like.kvz)
 
 
 def _broadcast(state: State, like: State) -> State:
+    """Return a state broadcast to the shape of another, of length 0."""
     xp = _arrays.namespace(like.kvz)
     kvz = xp.broadcast_to(state.kvz, tuple(like.kvz.shape))
     return State(kvz, xp.broadcast_to(state.log_scale, tuple(like.log_scale.shape)), 0)
@@ -194,42 +207,44 @@ def _broadcast(state: State, like: State) -> State:
 
 # Checkpoints --------------------------------------------------------------------------------------
 
-# A forward pass stores a bounded number of states for its pullback: only the last if attention is
-# full. A causal pullback takes blocks from the last to the first. With the state before a block, it
-# pulls back to queries and keys together, and makes the features once. States between two
-# checkpoints are made again from the keys, so that the number of stored states does not grow with
-# the length.
+# A forward pass stores a bounded number of states for its pullback; full attention stores the last
+# only. A causal pullback takes blocks from the last to the first. From the state before a block it
+# computes the gradients of the block's queries and keys together, so features are made once. States
+# between two checkpoints are made again from the keys.
 
 MAX_STATES = 32
-"""Most checkpoints of a head, and most states made again at each level between two of them."""
+"""Most checkpoints of a head; most states that `states_before` holds at each level."""
 
 MAX_SHARE = 0.25
-"""Most memory that checkpoints may take, relative to query, key and value."""
+"""Largest memory of all checkpoints, as a share of the memory of query, key and value."""
 
 
 class Checkpoints:
-    """States of one problem, by task and by the row that follows the state."""
+    """Stored states of one problem; a state's row is the first row that it does not contain."""
 
     last: State | None = None
-    """State of all keys, which all queries of full attention read."""
+    """State of all keys in full attention; None for causal attention."""
 
     def __init__(self) -> None:
         self._states: dict[Name, dict[int, State]] = {}
         self._parts: dict[int, Checkpoints] = {}
 
     def part(self, number: int) -> Checkpoints:
-        """Return the checkpoints of the i-th batch of a packed problem, i = ``number``."""
+        """Return the checkpoints of batch ``number`` of a packed problem."""
         return self._parts.setdefault(number, Checkpoints())
 
     def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
-        """Store the state before a row of a task, if the row is due for a checkpoint."""
+        """Store the state before ``row`` of a task if a checkpoint is due there; else ignore it."""
         if row and row % (_stride(problem, block_size) * block_size) == 0:
             self._states.setdefault(task_name(task), {})[row] = state
 
     def segments(
         self, task: Index, steps: Sequence[Step], first: State
     ) -> list[tuple[State, list[Step]]]:
-        """Cut steps into segments at the checkpoints, each with the state before it."""
+        """Divide steps at the checkpoints; return each segment's first state and its steps.
+
+        ``first``: state before the first step.
+        """
         if self.last is not None:
             readers = [step for step in steps if not step.num_keys]
             last = take_state(self.last, task)
@@ -246,11 +261,14 @@ class Checkpoints:
 def states_before(
     steps: Sequence[Step], state: State, add_keys: Callable[[Step, State], State]
 ) -> Iterator[tuple[Step, State]]:
-    """Go through steps from the last to the first, each with the state before it.
+    """Yield steps from the last to the first, each with the state before it.
+
+    ``state``: state before the first step; ``add_keys(step, state)``: the state after a step.
 
     The steps are divided into at most ``MAX_STATES`` runs, and the state before each run is held.
-    Each run is divided in the same way, so keys are added to states once a level. If no step has
-    queries, no step needs its state, and each gets ``state`` itself.
+    Each run is divided in the same way when its turn comes. So L steps take about
+    log L / log MAX_STATES calls of ``add_keys`` each. If no step has queries, no state is needed
+    and each step gets ``state``.
     """
     size = -(-len(steps) // MAX_STATES)
     if not any(step.num_queries for step in steps):
@@ -271,7 +289,7 @@ def states_before(
 
 
 def _stride(problem: Problem, block_size: int) -> int:
-    """Blocks from one checkpoint to the next."""
+    """Return the number of blocks between checkpoints: the least that meets both limits above."""
     length, e = int(problem.query.shape[-2]), int(problem.value.shape[-1])
     arguments = int(problem.query.shape[-1] + problem.key.shape[-1]) + e
     tokens = problem.num_features * (e + 1) / (MAX_SHARE * arguments)

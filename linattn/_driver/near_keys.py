@@ -1,10 +1,10 @@
 """Exact keys that are added to the rows of a walk: sinks, and near keys of one-token windows.
 
-Sinks, the first keys of a sequence, are masked for the walk and added to its rows.
+Sinks are the first keys of a sequence. The walk masks them; `Sinks` adds their exact weights.
 
-For a window of one token, the walk reads every key by the map. Then each near pair is exchanged:
-its exact weight minus its weight by the map is added to the row. A block is accepted if this
-cancels few digits of every row.
+A window of one token makes the keys at offsets -1, 0 and 1 from a query exact (causal: -1 and 0).
+The walk reads every key by the map. Then `Exchange` subtracts each near pair's weight by the map
+and adds its exact weight. It raises `Cancelled` if this subtraction loses many digits of a row.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from linattn.typing import (
 __all__ = ["Cancelled", "Exchange", "Sinks", "without_sinks", "without_window"]
 
 MAX_SHARE = 4.0
-"""Most that near pairs may have weighed by the map, over the row's denominator without them."""
+"""Largest accepted ratio of a row's subtracted weights to its denominator after the exchange."""
 
 
 def without_sinks(problem: Problem) -> Problem:
-    """Problem whose sinks are masked."""
+    """Return the problem with its sinks masked, and no sinks."""
     xp, device = problem.xp, array_api_compat.device(problem.key)
     counts = (xp.arange(problem.key.shape[-2], device=device) >= problem.exact.sinks)[:, None]
     mask = counts if problem.weights.key_mask is None else problem.weights.key_mask & counts
@@ -62,11 +62,11 @@ class Sinks(NamedTuple):
 
     problem: Problem
     log_decay: Array | None
-    """Of each key up to its position, ``(..., S, 1)``."""
+    """Sum of the log decays up to each key, ``(..., S, 1)``; None without decay."""
 
     @classmethod
     def of(cls, problem: Problem) -> Sinks:
-        """Sum up how the keys of a problem decay."""
+        """Return the sinks of a problem, with cumulative sums of its log decays."""
         if problem.weights.log_decay is None:
             return cls(problem, None)
         rows = slice(0, problem.key.shape[-2])
@@ -74,11 +74,11 @@ class Sinks(NamedTuple):
 
     @property
     def keys(self) -> slice:
-        """Where the sinks are."""
+        """Rows of the sinks, at most all keys."""
         return slice(0, min(self.problem.exact.sinks, self.problem.key.shape[-2]))
 
     def add(self, rows: slice, part: Partial) -> Partial:
-        """Add the sinks to ``part``, the sums of some queries over all other keys."""
+        """Return ``part``, the sums of some queries over other keys, with the sinks added."""
         problem = self.problem
         if not self.keys.stop:
             return part
@@ -90,7 +90,7 @@ class Sinks(NamedTuple):
         return _generic.combine(part, more)
 
     def visible(self, rows: slice) -> Array:
-        """Which sinks some queries see, ``(n, s)``; None for all."""
+        """Return the mask of the sinks that some queries see, ``(n, s)``; None if they see all."""
         problem, sees, key = self.problem, self.problem.sees, np.arange(self.keys.stop)
         seen = np.ones((rows.stop - rows.start, len(key)), bool)
         if sees.key_stop is not None:
@@ -101,7 +101,7 @@ class Sinks(NamedTuple):
         return None if seen.all() else problem.xp.asarray(seen, device=device)
 
     def bias(self, rows: slice) -> Array:
-        """Log weights of pairs by how far apart they are; None for 0."""
+        """Return log weights of queries and sinks: decay or relative bias; None if all are 0."""
         if self.log_decay is None:
             return offset_bias(self.problem, rows, self.keys)
         xp = self.problem.xp
@@ -111,7 +111,10 @@ class Sinks(NamedTuple):
     def added(
         self, state: State, sinks: State, block_size: int, functions: BlockFunctions
     ) -> State:
-        """Add the sinks to the state of all other keys; ``sinks`` is an empty state."""
+        """Return ``state``, the state of all other keys, with the sinks added.
+
+        ``sinks``: an empty state, to which the sinks are added first.
+        """
         problem = self.problem
         rest = slice(self.keys.stop, problem.key.shape[-2])
         for after in add_key_blocks(problem, sinks, self.keys, 0, block_size, functions):
@@ -123,15 +126,15 @@ class Sinks(NamedTuple):
 
 
 TILE_ROWS = 512
-"""Rows of one step of an exchange of near weights."""
+"""Rows that `Exchange` takes at a time, so that they stay in cache."""
 
 
 class Cancelled(ArithmeticError):
-    """Raised where a row would lose digits: its far keys must be summed without the near ones."""
+    """An exchange would lose digits of a row: sum far keys without the near keys instead."""
 
 
 def without_window(problem: Problem) -> Problem | None:
-    """Problem that reads near keys by the map too; None where they cannot be exchanged."""
+    """Return the problem without its window; None if `Exchange` cannot restore the window."""
     specs = innermost(problem.query_spec), problem.query_spec
     divides = any(isinstance(spec, ColumnNormalized | SeparateDenominator) for spec in specs)
     exact, sees, weights = problem.exact, problem.sees, problem.weights
@@ -148,7 +151,10 @@ def without_window(problem: Problem) -> Problem | None:
 
 
 class _Keys(NamedTuple):
-    """Keys of some positions, their features on scales of their own, and ``[v, 1]``."""
+    """Keys near some rows: ``features * exp(log)`` are their features by the map.
+
+    ``x``: keys as given; ``log_weight``: log weights of keys; ``values_and_one``: ``[v, 1]``.
+    """
 
     x: Array
     log_weight: Array
@@ -162,12 +168,13 @@ class Exchange(NamedTuple):
 
     problem: Problem
     start: int
-    """Position of the first key for the map."""
+    """Position of the problem's first key: the number of tokens in the initial state."""
 
     def __call__(self, rows: slice, part: Partial, is_exact: Any = None) -> Partial:
-        """Exchange the weights of near pairs of some rows, a few rows at a time, to stay in cache.
+        """Return ``part`` with exact weights of the near pairs of ``rows``.
 
-        ``is_exact(rows, keys)`` says which pairs the rows have read exactly already.
+        ``is_exact(rows, keys)``: mask of the pairs that are exact already, in chosen clusters.
+        Raises `Cancelled` if a row loses digits.
         """
         xp, parts = self.problem.xp, []
         log = xp.broadcast_to(part.log, (*part.log.shape[:-2], *part.num_den.shape[-2:-1], 1))
@@ -180,6 +187,7 @@ class Exchange(NamedTuple):
         return Partial(*(xp.concat(list(x), axis=-2) for x in zip(*parts, strict=True)))
 
     def _exchanged(self, rows: slice, part: Partial, is_exact: Any) -> Partial:
+        """Exchange the near pairs of one tile of rows; ``part`` has a scale for each row."""
         problem, xp = self.problem, self.problem.xp
         query = token_block(problem, "query", rows, self.start)
         features, log_row = query_features(problem.query_spec, query)
@@ -207,6 +215,7 @@ class Exchange(NamedTuple):
         return Partial(num_den, top)
 
     def _keys(self, rows: slice) -> _Keys:
+        """Return the n + 2 keys near n rows, from offset -1 of the first to 1 of the last."""
         problem, first = self.problem, rows.start + self.problem.sees.query_start - 1
         blocks = first, first + rows.stop - rows.start + 2, 1, self.start
         tokens, values_and_one = key_blocks(problem, *blocks, problem.key.shape[-2])
@@ -219,7 +228,7 @@ class Exchange(NamedTuple):
         return _Keys(x, log_weight, weights, log, values_and_one[..., 0, :])
 
     def _exact(self, rows: slice, keys: _Keys, of: slice) -> Array:
-        """Log weight of each query's pair with its key."""
+        """Return the exact log weight of query i of ``rows`` with near key ``of.start + i``."""
         problem, xp = self.problem, self.problem.xp
         assert problem.exact.spec is not None
         x = raw_tokens(problem, "query", rows, self.start).x * problem.exact.spec.scale
@@ -227,7 +236,10 @@ class Exchange(NamedTuple):
         return logit + keys.log_weight[..., of, :]
 
     def _seen(self, rows: slice, offset: int, is_exact: Any) -> Array:
-        """Log weight, 0 or -inf, of pairs at an offset; a number where it is 0 for all."""
+        """Return 0 for pairs to exchange at an offset and -inf for others; 0.0 if all are 0.
+
+        Others are hidden by ``key_stop``, or exact already.
+        """
         problem, seen = self.problem, np.ones((rows.stop - rows.start, 1), bool)
         key = np.arange(rows.start, rows.stop) + problem.sees.query_start + offset
         if problem.sees.key_stop is not None:
@@ -240,19 +252,28 @@ class Exchange(NamedTuple):
         return xp.asarray(np.where(seen, 0.0, -np.inf), dtype=problem.dtype, device=device)
 
     def _decay(self, rows: slice, offset: int) -> Array:
-        """Log weight by which pairs at an offset have decayed."""
+        """Return the log decay of the pairs at an offset of -1, 0 or 1.
+
+        A causal key before a query decays by the query's log decay. Attention to both sides has
+        one log decay for all tokens.
+        """
         if self.problem.weights.log_decay is None or not offset:
             return 0.0
         return self.problem.xp.astype(decay_of_rows(self.problem, rows), self.problem.dtype)
 
 
 def _weights(log: Array, values: Array | None) -> Array:
+    """Return the features ``values * exp(log)``; ``exp(log)`` if ``values`` is None."""
     weights = _arrays.namespace(log).exp(log)
     return weights if values is None else weights * values
 
 
 def _check(num_den: Array, share: Array, largest: Array, m: int, xp: Any) -> None:
-    """Check that rows have kept their digits, and that no product of features has vanished."""
+    """Raise `Cancelled` if a row lost digits, is not finite, or lost an underflowed product.
+
+    ``share``: sum of the subtracted weights; ``largest``: sum of the largest products of features
+    that they may have; ``m``: number of features, whose products may underflow.
+    """
     info, den = xp.finfo(num_den.dtype), xp.abs(num_den[..., -1:])
     vanished = largest * (m * float(info.smallest_normal) / float(info.eps))
     accepted = (share <= MAX_SHARE * den) & (vanished <= den)

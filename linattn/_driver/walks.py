@@ -1,4 +1,9 @@
-"""Walks over the blocks of a problem, one for each mode: they stop after each block."""
+"""Walks: generators that compute the output of a problem block by block, one for each mode.
+
+A walk yields the state after each block, so that a plan can run several in round-robin
+order. It passes finished rows to `Walk.write`. The end of the file divides keys and queries with
+`key_stop` into steps.
+"""
 
 from __future__ import annotations
 
@@ -61,24 +66,30 @@ __all__ = [
 ]
 
 Read: TypeAlias = Callable[[Array], Array | None]
-"""``read(out)`` reads rows into ``out`` and returns None, or returns the rows."""
+"""``read(out)`` writes divided rows into ``out`` and returns None, or returns the rows."""
 
 
 class Walk(NamedTuple):
-    """Arguments of a walk: a problem, the functions of its blocks, and where results go."""
+    """Arguments of a walk: the problem, the backend's block functions, and receivers of results."""
 
     problem: Problem
     functions: BlockFunctions
     block_size: int
     write: Callable[[slice, Partial], None]
-    """Takes finished rows."""
+    """``write(rows, part)`` receives the sums of finished rows, not divided yet."""
     write_read: Callable[[slice, Read], None] | None = None
-    """Takes a function that reads and divides finished rows; None if these must be two steps."""
+    """``write_read(rows, read)`` calls ``read`` to compute and divide finished rows in one step.
+
+    None if a walk must call `write` instead.
+    """
     store: Callable[[int, State], None] | None = None
-    """Takes the state before a row of a causal walk, as a checkpoint or not."""
+    """``store(row, state)`` receives the state before each block of a causal walk."""
 
     def segment(self, rows: slice) -> Walk:
-        """Return the same walk for some rows only; the state is passed separately."""
+        """Return the walk of some rows only; the receivers get row numbers of the whole.
+
+        The walk contains no state: a caller passes the state before ``rows.start``.
+        """
         store, write_read_rows = self.store, self.write_read
 
         def here(part_rows: slice) -> slice:
@@ -104,7 +115,7 @@ class Walk(NamedTuple):
 
 
 def initial_state(problem: Problem) -> State:
-    """State before the first key of a problem, broadcast to all its leading axes."""
+    """Return the initial state of a problem, broadcast to its leading axes; empty if not given."""
     xp, state, m, e = problem.xp, problem.state, problem.num_features, problem.value.shape[-1]
     if state is None and array_api_compat.is_numpy_namespace(xp):
         return _nothing((*problem.state_lead, m, e + 1), problem.dtype)
@@ -118,7 +129,7 @@ def initial_state(problem: Problem) -> State:
 
 @lru_cache(64)
 def _nothing(shape: tuple[int, ...], dtype: Any) -> State:
-    """State before the first key, of arrays that cannot be written to."""
+    """Return an empty state of read-only NumPy arrays; ``shape`` is ``(..., m, e + 1)``."""
     zero, log = np.zeros((), dtype), np.full((), -np.inf, dtype)
     return State(np.broadcast_to(zero, shape), np.broadcast_to(log, shape[:-1]), 0)
 
@@ -126,18 +137,18 @@ def _nothing(shape: tuple[int, ...], dtype: Any) -> State:
 def update(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions | None = None
 ) -> State:
-    """Add all keys and values of a problem to a state, block by block."""
+    """Return a state with all keys and values of a problem added, block by block."""
     functions = block_functions(problem.xp) if functions is None else functions
     return run_walk(state_updates(problem, state, block_size, functions), state)
 
 
 def run_walk(walk: Iterator[State], state: State) -> State:
-    """Finish a walk: the state after it, or the one before it where there is no block."""
+    """Run a walk to its end and return the last state; ``state`` if the walk has no block."""
     return deque(chain([state], walk), maxlen=1).pop()
 
 
 def _steps(walk: Iterator[Any]) -> Iterator[Any]:
-    """Run a walk without floating-point warnings; code between its blocks keeps its warnings."""
+    """Yield from a walk; only the walk, not its caller, runs without floating-point warnings."""
     while True:
         try:
             with _generic.ignore_fp_warnings():
@@ -148,9 +159,10 @@ def _steps(walk: Iterator[Any]) -> Iterator[Any]:
 
 
 def run_tasks(plan: Plan, walk_of: Callable[[Index], Iterator[Any]]) -> None:
-    """Run the walk of each task, block by block where the plan asks for resumable ones.
+    """Run the walk of each task of a plan.
 
-    Nothing warns of floating-point errors in a walk.
+    A resumable plan takes one block of each walk in turn; other plans run each walk to its end.
+    Floating-point warnings are off inside the walks. ``walk_of(task)`` returns the walk.
     """
 
     def work(task: Index) -> Iterator[Any] | None:
@@ -166,13 +178,16 @@ def run_tasks(plan: Plan, walk_of: Callable[[Index], Iterator[Any]]) -> None:
 def state_updates(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions
 ) -> Iterator[State]:
-    """Add a problem's keys and values to a state: the state after each block."""
+    """Add a problem's keys and values to a state; yield the state after each block."""
     keys = slice(0, problem.key.shape[-2])
     return add_key_blocks(problem, state, keys, state.length, block_size, functions)
 
 
 def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
-    """Read a state with all queries of a problem: the state again after each block."""
+    """Read a state with all queries of a problem; yield the unchanged state after each block.
+
+    ``start``: position of the first query.
+    """
     problem, functions = walk.problem, walk.functions
     query_spec, seen = read_spec(problem, state)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
@@ -188,7 +203,7 @@ def read_blocks(walk: Walk, state: State, start: int) -> Iterator[State]:
 
 
 def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
-    """Go through a problem causally: the state after each block."""
+    """Compute causal attention from a state on; yield the state after each block."""
     problem, functions, start = walk.problem, walk.functions, state.length
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
         if walk.store is not None:
@@ -207,6 +222,7 @@ def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
 
 
 def _walk_full(walk: Walk) -> Iterator[State]:
+    """Add all keys to the state, then read it with all queries."""
     state = before = initial_state(walk.problem)
     for state in state_updates(walk.problem, before, walk.block_size, walk.functions):
         yield state
@@ -214,10 +230,12 @@ def _walk_full(walk: Walk) -> Iterator[State]:
 
 
 def _walk_causal(walk: Walk) -> Iterator[State]:
+    """Return the causal walk of the problem, from its initial state on."""
     return scan_blocks(walk, initial_state(walk.problem))
 
 
 def _walk_stops(walk: Walk) -> Iterator[State]:
+    """Take the steps of `steps_of`: query i reads the keys before ``key_stop[i]``."""
     problem, functions = walk.problem, walk.functions
     state = initial_state(problem)
     start = state.length
@@ -243,7 +261,7 @@ def _walk_stops(walk: Walk) -> Iterator[State]:
 def add_keys(
     problem: Problem, functions: BlockFunctions, step: Step, state: State, start: int
 ) -> State:
-    """Add the keys of a step to a state."""
+    """Return a state with a step's keys added; ``start``: position of the problem's first key."""
     if not step.num_keys:
         return state
     key = token_block(problem, "key", step.keys, start)
@@ -251,6 +269,7 @@ def add_keys(
 
 
 def _walk_two_sided(walk: Walk) -> Iterator[State]:
+    """Add a causal scan and a scan from the end: every key decays with its distance."""
     # Both scans must give rows on the true scale.
     problem = walk.problem.replace(want_log=True)
     nothing = initial_state(problem.replace(state=None))
@@ -266,6 +285,7 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
 
 
 def _walk_exact(walk: Walk) -> Iterator[State | None]:
+    """Compute softmax attention to all keys; yield None, as it has no state."""
     if walk.problem.exact.sinks:
         yield from _with_sinks(walk)
         return
@@ -276,6 +296,11 @@ def _walk_exact(walk: Walk) -> Iterator[State | None]:
 
 
 def _walk_window(walk: Walk) -> Iterator[State | None]:
+    """Compute exact weights in a window and weights by the map outside of it.
+
+    A window of one token tries `_walk_exchanged` first. `Cancelled` leads to `window_rows`, which
+    writes all rows again.
+    """
     if walk.problem.exact.sinks:
         yield from _with_sinks(walk)
         return
@@ -291,7 +316,7 @@ def _walk_window(walk: Walk) -> Iterator[State | None]:
 
 
 def _with_sinks(walk: Walk) -> Iterator[State | None]:
-    """Go through a problem without its sinks, and add them to its rows and its state."""
+    """Run the walk with masked sinks, then add the sinks to each row and to the last state."""
     sinks, state = Sinks.of(walk.problem), None
 
     def write(rows: slice, part: Partial) -> None:
@@ -306,7 +331,10 @@ def _with_sinks(walk: Walk) -> Iterator[State | None]:
 
 
 def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:
-    """Go through a problem without its window, and exchange the weights of near keys."""
+    """Run the walk of a problem without its window, and exchange the weights of near keys.
+
+    ``bare``: the result of `without_window`.
+    """
     exchange = Exchange(walk.problem.replace(want_log=True), initial_state(bare).length)
     if bare.exact.clusters is not None:
         return _walk_clusters(walk._replace(problem=bare), exchange)
@@ -318,6 +346,7 @@ def _walk_exchanged(walk: Walk, bare: Problem) -> Iterator[State | None]:
 
 
 def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[State]:
+    """Read the chosen clusters of keys exactly and all other keys by the map."""
     problem = walk.problem
     clusters, state = sort_keys(problem, initial_state(problem), walk.block_size, walk.functions)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
@@ -339,33 +368,40 @@ WALKS: dict[str, Callable[[Walk], Iterator[State | None]]] = {
     "clusters": _walk_clusters,
     "two-sided": _walk_two_sided,
 }
-"""The walk of each mode of a problem; softmax attention has no state."""
+"""The walk of each `Problem.mode`; the walk of softmax attention yields None for its states."""
 
 
 # Steps along keys and queries whose stops differ --------------------------------------------------
 
-# Visible prefixes: keys and queries in the order in which queries come to see keys. Query i sees
-# the keys before ``key_stop[i]``. A walk takes steps: some keys are added to the state, some
-# queries read it, or both go along each other as in causal attention. Where keys and queries
-# alternate every few tokens they are put on common *positions*, each key at one no later than the
-# first query that sees it, each query before the first key that it does not see. A missing key is
-# masked, and a missing query left out: such a block is a causal block.
+# Query i sees the keys before ``key_stop[i]``, and stops never decrease. So keys and queries have a
+# common order: each query comes after the keys that it sees and before all others. A walk takes
+# steps in this order. A step adds keys to the state, reads the state with queries, or is a causal
+# block of both. In a causal block, row i of the queries sees the keys up to row i. If keys and
+# queries alternate in short runs of unequal lengths, each gets a row number of the block, its
+# *position*. A query has a position at or after the keys that it sees, and before all others.
+# Positions without a key are masked; the output of positions without a query is dropped.
 
 MIN_RUN = 64
-"""Keys or queries in a row that are a step of their own, and are not put on positions."""
+"""Shortest run of keys or of queries that gets steps of its own, without positions."""
 
 Places = NDArray[np.int64]
 
 
 class Positions(NamedTuple):
-    """Positions of a step where keys and queries do not go along each other one by one."""
+    """Row numbers of a causal block at which the keys and queries of a step are placed.
+
+    ``size``: rows of the block; ``keys``, ``queries``: row number of each key and of each query.
+    """
 
     size: int
     keys: Places
     queries: Places
 
     def place(self, rows: Array, at: Places) -> tuple[Array, Array]:
-        """Put rows at their positions; and which positions have one, ``(size, 1)``."""
+        """Return ``size`` rows with ``rows`` at the positions ``at``, and a mask ``(size, 1)``.
+
+        The mask is True at these positions; all other positions repeat a neighboring row.
+        """
         xp, device = array_api_compat.array_namespace(rows), array_api_compat.device(rows)
         nearest = np.maximum(np.searchsorted(at, np.arange(self.size), side="right") - 1, 0)
         filled = at[nearest] == np.arange(self.size)
@@ -373,7 +409,10 @@ class Positions(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Keys, queries, or both along each other: at common positions, or one by one."""
+    """Keys to add, queries that read, or a causal block of both.
+
+    In a causal block without ``positions``, key i of the step and query i have row i.
+    """
 
     keys: slice
     queries: slice
@@ -388,7 +427,7 @@ class Step(NamedTuple):
         return int(self.queries.stop - self.queries.start)
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem of this step's queries and keys alone, without stops."""
+        """Return the problem of this step's keys and queries at their positions, without stops."""
         query, positions = problem.query[..., self.queries, :], self.positions
         part = problem.replace(query=query, sees=problem.sees._replace(key_stop=None))
         part = change_keys(part, lambda rows: rows[..., self.keys, :])
@@ -402,7 +441,7 @@ class Step(NamedTuple):
         return part.replace(query=query, weights=weights)
 
     def place_queries(self, rows: Array) -> Array:
-        """Rows of queries at their positions, 0 where there is none."""
+        """Place rows of the step's queries at their positions; other positions are 0."""
         if self.positions is None:
             return rows
         placed, filled = self.positions.place(rows, self.positions.queries)
@@ -410,15 +449,15 @@ class Step(NamedTuple):
         return xp.where(filled, placed, xp.zeros_like(placed))
 
     def queries_of(self, rows: Array) -> Array:
-        """Rows of queries, out of rows at positions."""
+        """Return the rows at the positions of queries: the inverse of `place_queries`."""
         return rows if self.positions is None else rows_at(rows, self.positions.queries)
 
     def keys_of(self, rows: Array) -> Array:
-        """Rows of keys, out of rows at positions."""
+        """Return the rows at the positions of keys."""
         return rows if self.positions is None else rows_at(rows, self.positions.keys)
 
     def queries_of_part(self, part: Partial) -> Partial:
-        """Rows of queries out of a partial of all positions."""
+        """Return a partial with only the rows at the positions of queries."""
         if self.positions is None:
             return part
         num_den = self.queries_of(part.num_den)
@@ -476,7 +515,10 @@ def steps_of(problem: Problem, block_size: int) -> Iterator[Step]:
 
 
 def _together(added: Places, readers: Places, block_size: int) -> Iterator[Step]:
-    """Go through keys and queries that alternate in short runs."""
+    """Yield the steps of keys and queries that alternate in short runs, counted from 0.
+
+    ``added``, ``readers``: lengths of the runs; run i of keys comes before run i of queries.
+    """
     if (added == 1).all() and (readers == 1).all():
         yield from (Step(rows, rows) for rows in block_slices(len(added), block_size))
         return
@@ -500,6 +542,7 @@ def _together(added: Places, readers: Places, block_size: int) -> Iterator[Step]
 
 
 def _moved(step: Step, key: int, query: int) -> Step:
+    """Return the step with ``key`` added to its key numbers and ``query`` to its query numbers."""
     keys, queries, positions = step
     return Step(
         slice(keys.start + key, keys.stop + key),
@@ -508,11 +551,14 @@ def _moved(step: Step, key: int, query: int) -> Step:
     )
 
 
-# Heads of their own stops -----------------------------------------------------------------------
+# Stops that differ between heads ------------------------------------------------------------------
 
 
 def planned(problem: Problem) -> Problem:
-    """Return the problem to plan for: with stops or two sides, plan as for a causal problem."""
+    """Return a problem whose costs are about the same, for planning tasks and block sizes.
+
+    A window of one token is left out; stops and two sides become causal attention.
+    """
     problem = without_window(problem) or problem
     if problem.sees.key_stop is None and problem.mode != "two-sided":
         return problem
@@ -527,9 +573,9 @@ def head_tasks(problem: Problem) -> list[Index]:
 
 
 def join_tasks(tasks: list[Index], arrays: list[Array], lead: tuple[int, ...]) -> Array:
-    """Join the arrays of :func:`head_tasks` along the leading axes ``lead`` of the whole.
+    """Join one array for each task of `head_tasks` to an array with the leading axes ``lead``.
 
-    Along an axis of 1, the arrays of all tasks are added.
+    Where ``lead`` has no such axis or an axis of 1, the arrays are added: sums of gradients.
     """
     xp, trailing = array_api_compat.array_namespace(arrays[0]), arrays[0].ndim - len(lead)
     for back in range(1, len(tasks[0]) + 1):

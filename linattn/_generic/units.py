@@ -1,9 +1,8 @@
-"""Powers of two that make values and cotangents moderate: exact, and taken back at the end.
+"""Units: powers of two by which values and cotangents are divided before a computation.
 
-Attention is linear in its values, and gradients in cotangents. Products of a weight with a number
-far from 1 may be smaller than the smallest normal number, and then take some processors a hundred
-times as long. Each head has a unit of its own where no array is shared by heads. Only NumPy
-arrays get units.
+The result is multiplied by the unit, which is exact: attention is linear in its values, gradients
+in cotangents. Units avoid subnormal products, which some processors compute a hundred times as
+slowly. Each head has its own unit if heads share no array. Only NumPy arrays get units.
 """
 
 from __future__ import annotations
@@ -28,20 +27,22 @@ __all__ = [
 ]
 
 SMALL, LARGE = 2.0**-20, 2.0**10
-"""Sizes of the largest number that needs no unit."""
+"""Range of the largest absolute number of an array that needs no unit."""
 
 
 def is_moderate(value: Array) -> bool:
-    """Whether the first or the last number of a token says that it needs no unit."""
+    """Return whether the first or the last number of one token is in the range without a unit."""
     if not isinstance(value, np.ndarray) or value.size == 0:
         return True
     return any(SMALL <= abs(float(value.item(i))) <= LARGE for i in (0, -1))
 
 
 def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
-    """Return log2 of each head's unit, ``(*lead, 1, 1)``: the largest numbers are about 1 in it.
+    """Return log2 of each head's unit, ``(*lead, 1, 1)``, or the number 0 for no units.
 
-    0 if one row of each head of the first array is moderate, or if a number would be rounded.
+    A head's largest absolute number divided by its unit is between 1/2 and 1. A head gets no unit
+    if its largest number is in the range, or if division would make a number subnormal. No head
+    gets one if the middle row of the first array is in the range for all heads.
     """
     given = [x for x in arrays if isinstance(x, np.ndarray) and x.size and x.dtype.itemsize > 2]
     if not given:
@@ -63,7 +64,7 @@ def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
 
 
 def times_power(x: Array, log: Any) -> Array:
-    """``x 2^log``, in two steps: a float may not hold the power."""
+    """Return ``x 2^log`` by two multiplications, as ``2^log`` may overflow; None for None."""
     if x is None or not np.any(log):
         return x
     half, unit = log // 2, np.ones((), x.dtype)
@@ -71,12 +72,12 @@ def times_power(x: Array, log: Any) -> Array:
 
 
 def token_times(x: Array, log: Any) -> Array:
-    """``x 2^log`` of one token, ``(..., e)``."""
+    """Return ``x 2^log`` for one token ``(..., e)``, which has no axis of length."""
     return times_power(x, log[..., 0] if np.ndim(log) else log)
 
 
 def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
-    """Multiply numerators of a state with ``2^log`` and its normalizers with another power."""
+    """Multiply numerators of a state by ``2^log``, its normalizers by ``2^of_normalizers``."""
     if kvz is None or not (np.any(log) or np.any(of_normalizers)):
         return kvz
     z = times_power(kvz[..., -1:], of_normalizers)
@@ -87,7 +88,7 @@ def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
 
 
 def heads_of(problem: Problem) -> tuple[int, ...]:
-    """Leading axes of units: the axes of the heads if all arrays have them, else none."""
+    """Return the leading axes of units: ``problem.lead`` if all arrays have them, else ``()``."""
     weights = problem.weights
     arrays = [problem.query, problem.key, problem.value, weights.key_bias, weights.log_decay]
     leads = [x.shape[:-2] for x in arrays if x is not None]
@@ -97,7 +98,7 @@ def heads_of(problem: Problem) -> tuple[int, ...]:
 
 
 def value_log(problem: Problem) -> Any:
-    """Return log2 of the units of a problem's values, with the values in its state."""
+    """Return log2 of the units for a problem's values and the mean values in its state."""
     value, state = problem.value, problem.state
     # Numerators that are not divided may overflow in other units.
     if problem.policy.lazy or problem.exact.assigned is not None or not problem.normalize:
@@ -117,12 +118,13 @@ def value_log(problem: Problem) -> Any:
 
 
 def _means(kvz: Array) -> Array:
+    """Return the mean value of each feature of a state: numerator over normalizer."""
     z = kvz[..., -1:]
     return kvz[..., :-1] / np.where(z == 0, 1, z)
 
 
 def in_units(problem: Problem, log: Any) -> Problem:
-    """Divide the values of a problem, and of its state, by ``2^log``."""
+    """Return a problem with its values, and the numerators of its state, divided by ``2^log``."""
     if not np.any(log):
         return problem
     state = problem.state
@@ -135,7 +137,7 @@ def in_units(problem: Problem, log: Any) -> Problem:
 
 
 def recurrence_heads(problem: Recurrence) -> tuple[int, ...]:
-    """As :func:`heads_of`."""
+    """Return the leading axes of units of a recurrence, as `heads_of` does for a problem."""
     names = ("query", "key", "value", "log_decay", "beta")
     leads = [x.shape[:-2] for name in names if (x := getattr(problem, name)) is not None]
     if problem.initial_state is not None:
@@ -145,7 +147,7 @@ def recurrence_heads(problem: Recurrence) -> tuple[int, ...]:
 
 
 def recurrence_in_units(problem: Recurrence) -> tuple[Recurrence, Any]:
-    """Measure values, and the state before them, in units that make them moderate; their log2."""
+    """Return a recurrence with values and initial state divided by units, and log2 of the units."""
     value, state = problem.value, problem.initial_state
     log = unit_log(recurrence_heads(problem), value, state)
     if not np.any(log):
