@@ -328,6 +328,15 @@ def denominators(
     -----
     In float64. A denominator of exactly 0 comes from features that are all 0 together (ReLU), or
     from underflow, and gives the output 0. Time O((L + S) m d), as attention with one value.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key = np.asarray([[1.0], [-1.0]]), np.asarray([[1.0], [2.0]])
+    >>> phi = linattn.feature_maps.ReluFeatures()
+    >>> float(linattn.diagnostics.denominators(query, key, phi).zero)
+    0.5
     """
     check_feature_map(feature_map)
     x, y, visible = check_inputs(query, key, is_causal, key_mask)

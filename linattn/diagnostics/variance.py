@@ -233,6 +233,16 @@ def recommend_num_features(
     columns cures, is taken off the tolerance. Where m columns cost more than exact attention at
     this length (:func:`crossover_length`) the head is `hopeless`. r is an upper bound: errors of
     different keys partly cancel. Cost as :func:`relative_variance`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key = 0.3 * np.random.default_rng(0).standard_normal((2, 50, 8))
+    >>> phi = linattn.feature_maps.PositiveFeatures(8, 64, rng=0)
+    >>> recommend = linattn.diagnostics.recommend_num_features
+    >>> recommend(query, key, phi, tolerance=0.1, length=100_000).num_features
+    80
     """
     tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     coverage = _checks.check_finite_number("coverage", coverage, positive=True)

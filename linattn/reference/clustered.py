@@ -59,6 +59,17 @@ def clustered_attention(
     Notes
     -----
     Time O(L S d + S m (d^2 + p)) a head.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 4))
+    >>> phi = linattn.feature_maps.LandmarkFeatures.fit(query, key, num_features=8, rng=0)
+    >>> given = query, key, value, phi
+    >>> output = linattn.reference.clustered_attention(*given, exact_clusters=2)
+    >>> bool(np.allclose(output, linattn.linear_attention(*given, exact_clusters=2)))
+    True
     """
     q, k, v = (np.asarray(a, dtype=np.float64) for a in (query, key, value))
     mask = np.ones(k.shape[:-1], dtype=bool) if key_mask is None else np.asarray(key_mask)

@@ -120,6 +120,17 @@ def kernel_attention(
     float64, so its weights carry a relative error of about eps times the largest of them. Weights
     that change sign may make the denominator cancel: it is not clamped. `kernel_sums` gives
     numerators and denominators.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 4))
+    >>> def kernel(x, y):
+    ...     return np.exp(x @ y.swapaxes(-1, -2) / 2)
+    >>> output = linattn.reference.kernel_attention(query, key, value, kernel)
+    >>> bool(np.allclose(output, linattn.softmax_attention(query, key, value)))
+    True
     """
     masks = {"is_causal": is_causal, "key_mask": key_mask, "visible": visible, "bias": bias}
     sums = kernel_sums(query, key, value, kernel, **masks)  # type: ignore[arg-type]
@@ -149,6 +160,17 @@ def kernel_sums(
     -------
     KernelSums
         Float64 arrays, each row on a scale of its own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 4))
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> sums = linattn.reference.kernel_sums(query, key, value, phi)
+    >>> output = linattn.linear_attention(query, key, value, phi)
+    >>> bool(np.allclose(sums.numerator / sums.denominator, output))
+    True
     """
     q, k, v, mask = _prepare(query, key, value, is_causal, key_mask)
     parts = _parts(q, k, kernel)

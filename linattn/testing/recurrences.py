@@ -73,6 +73,16 @@ class RecurrenceLayout:
         Query heads that share a head of keys, values and states, next to each other.
     packed_states : callable
         ``packed_states(s)`` of the states ``(n, H, d, e)`` of n packed sequences.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing import RecurrenceLayout
+    >>> def swap(x):
+    ...     return np.swapaxes(x, 1, 2)
+    >>> layout = RecurrenceLayout(swap, swap, lambda y, heads: swap(y))
+    >>> layout.tokens(np.zeros((1, 2, 5, 4))).shape
+    (1, 5, 2, 4)
     """
 
     tokens: Callable[[Floats], Floats]

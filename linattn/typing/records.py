@@ -169,6 +169,16 @@ class State(NamedTuple):
     num_sequences : int or None
         n for a state of n packed sequences, one along the first axis; 0 for a state of none. None
         where that is not known, and then nothing is rejected.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    >>> state.length, state.kvz.shape
+    (50, (8, 9))
     """
 
     kvz: Array
