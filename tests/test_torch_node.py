@@ -300,6 +300,15 @@ def test_the_module_saves_its_map():
         interop.Attention(8, 2, feature_maps.EluFeatures()).load_state_dict(ours.state_dict())
 
 
+@pytest.mark.parametrize("wrong", ["linear", feature_maps.EluFeatures, None])
+def test_the_module_is_made_with_a_map_and_shows_it(wrong):
+    with pytest.raises(TypeError, match="feature_map must have num_features"):
+        interop.Attention(8, 2, wrong)
+    assert repr(feature_maps.EluFeatures()) in repr(
+        interop.Attention(8, 2, feature_maps.EluFeatures())
+    )
+
+
 def test_the_module_streams_copies_and_compiles():
     torch.manual_seed(0)
     module = interop.Attention(8, 2, PHI)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from linattn import _checks
+from linattn._driver.problem import check_feature_map
 from linattn.interop.torch.functions import linear_attention, softmax_attention
 from linattn.typing import Array, FeatureMap, State
 
@@ -40,8 +41,9 @@ class Attention(nn.Module):  # type: ignore[misc]
     Raises
     ------
     TypeError, ValueError
-        ``embed_dim`` is no multiple of ``num_heads``, or the map has another dim; in a call as
-        :func:`linear_attention` and :func:`softmax_attention`; a state with softmax attention.
+        ``embed_dim`` is no multiple of ``num_heads``, or ``attention`` is neither ``"softmax"`` nor
+        a map of this dim; in a call as :func:`linear_attention` and :func:`softmax_attention`; a
+        state with softmax attention.
 
     Notes
     -----
@@ -162,12 +164,16 @@ class _Map(nn.Module):  # type: ignore[misc]
 
     def __init__(self, feature_map: Any, head_dim: int) -> None:
         super().__init__()
+        check_feature_map(feature_map)
         dim = getattr(feature_map, "dim", head_dim)
         if dim not in (None, head_dim):
             message = f"attention must have the dim of a head, {head_dim}, got {feature_map!r}"
             raise ValueError(message)
         self.map = feature_map
         self.register_load_state_dict_pre_hook(_keep_own_map)
+
+    def extra_repr(self) -> str:
+        return repr(self.map)
 
     def get_extra_state(self) -> dict[str, Any]:
         return _packed_map(self.map)
