@@ -90,6 +90,15 @@ class EluFeatures(_CoordinateFeatures):
     References
     ----------
     Katharopoulos et al., "Transformers are RNNs" (2020), eq. 7.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = 0.3 * np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (50, 8)
     """
 
     _activation = ELU_PLUS_ONE
@@ -130,6 +139,15 @@ class ReluFeatures(_CoordinateFeatures):
     References
     ----------
     Qin et al., "cosFormer: Rethinking Softmax in Attention" (2022), eq. 5 (without reweighting).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = 0.3 * np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.ReluFeatures()
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (50, 8)
     """
 
     _activation = RELU

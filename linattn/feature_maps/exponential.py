@@ -134,6 +134,15 @@ class HyperbolicFeatures(ExponentialFeatures):
     References
     ----------
     Choromanski et al., "Rethinking Attention with Performers" (2021), Lemma 1 (eq. 6), Lemma 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = 0.3 * np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.HyperbolicFeatures(8, 64, rng=0)
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (50, 8)
     """
 
     antithetic = True
@@ -197,6 +206,15 @@ class GeneralizedExponentialFeatures(ExponentialFeatures):
     ----------
     Likhosherstov et al., "Chefs' Random Tables" (2022), Theorem 3.1 to 3.3, for A and its optimum;
     the antithetic orthogonal form and its variance were derived in this project.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = 0.3 * np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.GeneralizedExponentialFeatures(8, 64, A=-0.1, rng=0)
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (50, 8)
     """
 
     A: Any

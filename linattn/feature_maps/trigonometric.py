@@ -81,6 +81,15 @@ class TrigonometricFeatures(SoftmaxKernelFeatures):
     ----------
     Rahimi and Recht, "Random Features for Large-Scale Kernel Machines" (2007); Choromanski et
     al., "Rethinking Attention with Performers" (2021), eq. 4 and Lemma 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = 0.3 * np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.TrigonometricFeatures(8, 64, rng=0)
+    >>> linattn.linear_attention(query, key, value, phi).shape
+    (50, 8)
     """
 
     positive = False

@@ -55,6 +55,12 @@ def num_pairs(num: int, dim: int) -> int:
     ------
     TypeError, ValueError
         If an argument is no int, or below 1.
+
+    Examples
+    --------
+    >>> from linattn import sampling
+    >>> sampling.num_pairs(8, 4)
+    24
     """
     return _moments.count_pairs(
         check_integer(num, "num", least=1), check_integer(dim, "dim", least=1)
@@ -94,6 +100,12 @@ class Sampler:
     ----------
     name : str
         Name of the drawing function, and the key in `SAMPLERS`.
+
+    Examples
+    --------
+    >>> from linattn import sampling
+    >>> sampling.orthogonal.name, sampling.orthogonal.unbiased
+    ('orthogonal', True)
     """
 
     draw: _Draw = field(repr=False)

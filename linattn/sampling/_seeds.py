@@ -34,6 +34,13 @@ def as_generator(rng: Seed) -> np.random.Generator:
         If ``rng`` is a bool, which NumPy would read as 0 or 1, or anything that NumPy rejects.
     ValueError
         If ``rng`` is a negative int.
+
+    Examples
+    --------
+    >>> from linattn import sampling
+    >>> generator = sampling.as_generator(0)
+    >>> sampling.as_generator(generator) is generator
+    True
     """
     message = f"rng must be a non-negative int, a numpy.random.Generator or None, got {rng!r}"
     if isinstance(rng, bool | np.bool_):

@@ -62,6 +62,12 @@ def gaussian(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ..
     -----
     Takes m d standard normals from ``rng``, row by row. Fewer rows from the same seed are
     therefore the first of more rows. Time and memory O(m d) a draw.
+
+    Examples
+    --------
+    >>> from linattn import sampling
+    >>> sampling.gaussian(4, 3, rng=0).shape
+    (4, 3)
     """
     return as_generator(rng).standard_normal((*batch_shape, num, dim))
 
@@ -118,6 +124,14 @@ def orthogonal(
     .. [2] F. Mezzadri, "How to generate random matrices from the classical compact groups",
        Notices of the AMS 54, 2007, for the signs.
     .. [3] K. Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, Theorem 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> rows = sampling.orthogonal(3, 3, rng=0)
+    >>> bool(np.allclose(rows @ rows.T, np.diag(np.sum(rows**2, axis=-1))))
+    True
     """
     normals = _block_normals(num, dim, rng, batch_shape)
     rows = _haar(normals[..., 0, :, :])
@@ -163,6 +177,15 @@ def simplex(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...
     .. [1] I. Reid et al., "Simplex Random Features", ICML 2023. The vertices here are an
        orthonormal frame minus its mean, the same up to a rotation; the proof above is this
        project's.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> rows = sampling.simplex(3, 3, rng=0)
+    >>> rows /= np.linalg.norm(rows, axis=-1, keepdims=True)
+    >>> float(np.round(rows[0] @ rows[1], 12))
+    -0.5
     """
     normals = _block_normals(num, dim, rng, batch_shape)
     rows = _haar(normals[..., 0, :, :])
@@ -214,6 +237,12 @@ def stratified(
     Takes, for each draw, d^2 standard normals from ``rng`` for each block, m whose distribution
     function is U, and m whose order is the order of the strata. Time O(m d^2), memory
     O((m + d) d) a draw.
+
+    Examples
+    --------
+    >>> from linattn import sampling
+    >>> sampling.stratified(4, 3, rng=0).shape
+    (4, 3)
     """
     directions, normals = _orthogonal_directions(num, dim, rng, batch_shape, 2 * num)
     uniform = _moments.scipy_special("stratified").ndtr(normals[..., :num])
@@ -259,6 +288,14 @@ def quantile(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ..
     References
     ----------
     .. [1] Su Jianlin, https://kexue.fm/archives/7921, where the norms are given without the bias.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> norms = [np.linalg.norm(sampling.quantile(4, 3, rng=seed), axis=-1) for seed in (0, 1)]
+    >>> bool(np.allclose(np.sort(norms[0]), np.sort(norms[1])))
+    True
     """
     directions, normals = _orthogonal_directions(num, dim, rng, batch_shape, num)
     norms = _moments.chi_quantiles(np.arange(1, num + 1) / (num + 1), dim, "quantile")
@@ -299,6 +336,14 @@ def fixed_norm(
     ----------
     .. [1] K. Choromanski et al., "Rethinking Attention with Performers", ICLR 2021, eq. 8 and
        Theorem 1 (SMREG); bounds and variance are derived in this project.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> rows = sampling.fixed_norm(4, 3, rng=0)
+    >>> bool(np.allclose(np.linalg.norm(rows, axis=-1), np.sqrt(3)))
+    True
     """
     directions, _ = _orthogonal_directions(num, dim, rng, batch_shape, 0)
     return directions * math.sqrt(dim)
@@ -339,6 +384,14 @@ def sobol(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...] 
     References
     ----------
     .. [1] J. Matousek, "On the L2-discrepancy for anchored boxes", J. Complexity 14, 1998.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> rows = sampling.sobol(8, 3, rng=0)
+    >>> bool(np.allclose(rows[:4], sampling.sobol(4, 3, rng=0)))
+    True
     """
     special = _moments.scipy_special("sobol")
     return np.asarray(
@@ -382,6 +435,14 @@ def halton(num: int, dim: int, rng: Seed = None, *, batch_shape: tuple[int, ...]
     References
     ----------
     .. [1] A. B. Owen, "A randomized Halton algorithm in R", arXiv:1706.02808, 2017.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import sampling
+    >>> rows = sampling.halton(8, 3, rng=0)
+    >>> bool(np.allclose(rows[:4], sampling.halton(4, 3, rng=0)))
+    True
     """
     special = _moments.scipy_special("halton")
     return np.asarray(
@@ -442,3 +503,6 @@ SAMPLERS: dict[str, Sampler] = {
     )
 }
 """The samplers by name."""
+
+# doctest finds no examples of instances.
+__test__ = {name: sampler.__doc__ for name, sampler in SAMPLERS.items()}
