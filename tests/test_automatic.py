@@ -237,7 +237,8 @@ def test_an_output_that_is_far_off_warns():
     message = str(warning.message)
     estimate = float(message.partition("of head (1,) is estimated at ")[2].partition(" ")[0])
     assert_allclose(estimate, found[1], rtol=0.4)
-    assert "above 0.1 like those of 1 of 2 heads: pass tolerance= for more columns" in message
+    assert "errors are above 0.1 in 1 of 2 heads: pass a tolerance, which takes more" in message
+    assert "landmarks" in message
     assert "softmax_attention" in message
 
 

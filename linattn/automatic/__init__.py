@@ -248,10 +248,10 @@ def _warning(given: Given, heads: list[HeadRecord]) -> str:
             return ""
         name = f" of head {given.unravel(worst)}" if given.problem.lead else ""
         return (
-            f"the error{name} is estimated at {errors[worst]:.2g} of the output, above "
-            f"{MIN_ERROR_OF_WARNING:g} like those of {count} of {len(heads)} heads: pass "
-            f"tolerance= for more columns, or exact attention where they do not do, or use "
-            f"softmax_attention"
+            f"the error{name} is estimated at {errors[worst]:.2g} of the output; errors "
+            f"are above {MIN_ERROR_OF_WARNING:g} in {count} of {len(heads)} heads: pass a "
+            f"tolerance, which takes more landmarks, or exact attention where they do not "
+            f"suffice, or use softmax_attention"
         )
     exact = [head for head in heads if not head.num_features]
     if not exact:
