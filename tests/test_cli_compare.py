@@ -88,6 +88,8 @@ class TestCompare:
         assert [len(heads) for heads in draws.values()] == [5, 1, 1, 1]
         assert {len(heads) for one in draws.values() for heads in one} == {24}
         assert record["verdict"]["sentence"] in lines[-1]
+        # No map is good enough: the time curve is of the one that the verdict names.
+        assert f"Verdict: {record['lengths']['label']} " in lines[-1]
         assert sorted(path.name for path in out.iterdir()) == [
             "compare.json",
             "error.png",

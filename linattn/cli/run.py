@@ -36,17 +36,10 @@ from linattn.cli.sweep import Sweep, sweep
 from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
-__all__ = ["CURVE_FEATURES", "CURVE_METHOD", "Results", "run", "steps"]
+__all__ = ["Results", "run", "steps"]
 
 ALL = {method.name for method in METHODS}
 """Methods measured without ``--maps``; methods that do not fit are left out."""
-
-CURVE_METHOD = METHODS[0].name
-"""The method of the time curve where none is good enough, if it is among those measured; otherwise
-the best of them."""
-
-CURVE_FEATURES = 256
-"""Its number of columns: the nearest of those measured."""
 
 MAX_MULTIPLICATIONS = 4e9
 """Of a call of a published attention, over all heads: some seconds."""
@@ -275,21 +268,9 @@ def _rows(
 
 
 def _curve_case(cases: Sequence[Case], rows: Sequence[Row]) -> Case:
-    """Return the cheapest method that is good enough, else CURVE_METHOD, else the best method."""
-    chosen = cheapest_row(rows)
-    if chosen is not None:
-        wanted = (chosen.method, chosen.num_features)
-        return next(case for case in cases if (case.method.name, case.num_features) == wanted)
+    """Return the cheapest map that is good enough, else the one of least error, else the first."""
     done = [row for row in rows if row.kind != "reference" and not row.failure]
     maps = [row for row in done if row.kind == "map"]
-    fit = {(row.method, row.num_features) for row in maps or done}
-    measured = [case for case in cases if (case.method.name, case.num_features) in fit]
-    best = best_row(rows)
-    names = {case.method.name for case in measured}
-    name = best.method if CURVE_METHOD not in names and best is not None else CURVE_METHOD
-    of_name = [case for case in measured if case.method.name == name] or measured[:1]
-    return min(of_name, key=_distance)
-
-
-def _distance(case: Case) -> float:
-    return 0.0 if case.num_features is None else abs(math.log(case.num_features / CURVE_FEATURES))
+    chosen = cheapest_row(rows) or best_row(rows) or (maps or done)[0]
+    wanted = (chosen.method, chosen.num_features)
+    return next(case for case in cases if (case.method.name, case.num_features) == wanted)
