@@ -255,7 +255,7 @@ class Exchange(NamedTuple):
         """Return the log decay of the pairs at an offset of -1, 0 or 1.
 
         A causal key before a query decays by the query's log decay. Attention to both sides has
-        one log decay for all tokens.
+        one log decay for all tokens of a head.
         """
         if self.problem.weights.log_decay is None or not offset:
             return 0.0

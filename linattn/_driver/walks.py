@@ -285,7 +285,7 @@ def _walk_two_sided(walk: Walk) -> Iterator[State]:
 
 
 def _walk_exact(walk: Walk) -> Iterator[State | None]:
-    """Compute softmax attention to all keys; yield None, as it has no state."""
+    """Compute softmax attention to the visible keys; yield None, as it has no state."""
     if walk.problem.exact.sinks:
         yield from _with_sinks(walk)
         return
