@@ -94,7 +94,7 @@ def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
     Numbers below the smallest normal one, and products of them, may take a hundred times as long.
     """
     start = log(least) - 0.8
-    if not x.min(initial=0.0) < start:
+    if x.min(initial=0.0) >= start:  # not with NaN
         return np.asarray(np.exp(x, out=out))
     step = x.dtype.type(least / float(np.finfo(x.dtype).eps))
     np.exp(x.clip(start, np.inf, out=out), out=out)

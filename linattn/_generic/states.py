@@ -123,7 +123,11 @@ def by_feature(state: State) -> State:
     A backend may have put all of them on one scale.
     """
     xp, kvz = namespace(state.kvz), state.kvz
-    size = xp.max(xp.abs(kvz), axis=-1)
+    sizes = xp.abs(kvz)
+    size, normalizer = xp.max(sizes, axis=-1), sizes[..., -1]
+    # Midway where values are large: neither numerators nor normalizers become small.
+    middle = xp.sqrt(size) * xp.sqrt(normalizer)
+    size = xp.where(normalizer > 0, middle, size)
     most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
     is_off = (size > 0) & (size < xp.inf) & ((size < 1 / most) | (size > most))
     if isinstance(size, np.ndarray) and not is_off.any():

@@ -26,7 +26,7 @@ __all__ = [
     "value_log",
 ]
 
-SMALL, LARGE = 2.0**-20, 2.0**10
+SMALL = 2.0**-20
 """Range of the largest absolute number of an array that needs no unit."""
 
 
@@ -34,32 +34,28 @@ def is_moderate(value: Array) -> bool:
     """Return whether the first or the last number of one token is in the range without a unit."""
     if not isinstance(value, np.ndarray) or value.size == 0:
         return True
-    return any(SMALL <= abs(float(value.item(i))) <= LARGE for i in (0, -1))
+    return any(SMALL <= abs(float(value.item(i))) for i in (0, -1))
 
 
 def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
     """Return log2 of each head's unit, ``(*lead, 1, 1)``, or the number 0 for no units.
 
-    A head's largest absolute number divided by its unit is between 1/2 and 1. A head gets no unit
-    if its largest number is in the range, or if division would make a number subnormal. No head
-    gets one if the middle row of the first array is in the range for all heads.
+    A head's largest absolute number divided by its unit is between 1/2 and 1. Only heads of small
+    numbers get a unit: a large number, masked or later than a query, must not make others small.
+    No head gets one if the middle row of the first array has a larger number in each head.
     """
     given = [x for x in arrays if isinstance(x, np.ndarray) and x.size and x.dtype.itemsize > 2]
     if not given:
         return 0
     few = np.abs(given[0][..., given[0].shape[-2] // 2, :]).max(axis=-1)
-    if few.min() >= SMALL and few.max() <= LARGE:
+    if few.min() >= SMALL:
         return 0
-    tops, leasts = [], []
+    tops = []
     for x in given:
         sizes = np.where(np.isfinite(x), np.abs(x), 0)
-        axes = (*range(x.ndim - 2 - len(lead)), -2, -1)
-        tops.append(sizes.max(axis=axes))
-        leasts.append(np.where(sizes == 0, np.inf, sizes).min(axis=axes))
-    top, least = np.maximum.reduce(tops), np.minimum.reduce(leasts)
-    log = np.where((top >= SMALL) & (top <= LARGE), 0, np.frexp(top)[1])
-    tiny = np.finfo(given[0].dtype).smallest_normal
-    log = np.where((log > 0) & (np.ldexp(least, -log) < tiny), 0, log)
+        tops.append(sizes.max(axis=(*range(x.ndim - 2 - len(lead)), -2, -1)))
+    top = np.maximum.reduce(tops)
+    log = np.where(top >= SMALL, 0, np.frexp(top)[1])
     return log[..., None, None] if log.any() else 0
 
 
