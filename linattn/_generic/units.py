@@ -34,7 +34,7 @@ def is_moderate(value: Array) -> bool:
     """Return whether the first or the last number of one token is in the range without a unit."""
     if not isinstance(value, np.ndarray) or value.size == 0:
         return True
-    return any(SMALL <= abs(float(value.item(i))) for i in (0, -1))
+    return any(abs(float(value.item(i))) >= SMALL for i in (0, -1))
 
 
 def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
