@@ -194,7 +194,7 @@ def test_a_stream_goes_on(gpu, name, is_causal):
     state = state._replace(
         kvz=state.kvz.astype(F32) * F32(0.5), log_scale=state.log_scale.astype(F32) + F32(np.log(2))
     )
-    output, after, _ = solve(BF16, *second, phi, is_causal=is_causal, state=state)
+    output, after, _ = solve(BF16, *second, phi, is_causal=is_causal, initial_state=state)
     whole, all_keys = exact(query, key, value, phi, is_causal=True, return_state=True)
     if is_causal:
         assert error(output, whole[:, 90:]) < TOLERANCE[BF16]

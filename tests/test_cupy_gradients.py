@@ -200,7 +200,7 @@ def test_states_have_gradients(gpu, name, is_causal):
             return_state=grad_state is not None,
             grad_state=grad_state,
         )
-        found = pull(BF16, *arrays, phi, is_causal=is_causal, state=state, grad_state=given)
+        found = pull(BF16, *arrays, phi, is_causal=is_causal, initial_state=state, grad_state=given)
         agree(found, expected, BF16)
         assert found[3].dtype == F32
         assert error(found[3], expected[3]) < 2e-2
@@ -213,7 +213,7 @@ def test_a_state_that_all_heads_share(gpu):
         query, key, value, _ = (x[:1] for x in arrays)
         _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
     expected = exact(*arrays, phi, initial_state=state)
-    found = pull(BF16, *arrays, phi, state=state)
+    found = pull(BF16, *arrays, phi, initial_state=state)
     agree(found, expected, BF16)
     assert found[3].shape == expected[3].shape == state.kvz.shape
     assert error(found[3], expected[3]) < 2e-2
