@@ -74,7 +74,8 @@ def exp_or_zero(x: Array, bits: int = 0, least: dict[int, float] = LEAST) -> Arr
 def flushed(x: Array, least: dict[int, float] = LEAST) -> Array:
     """Put 0 where a number is smaller than ``least``."""
     xp = namespace(x)
-    is_small = xp.abs(x) < least[dtype_bits(x.dtype)]
+    # What is 0 stays as it is: through a constant a framework would pass no gradient.
+    is_small = (xp.abs(x) < least[dtype_bits(x.dtype)]) & (x != 0)
     if isinstance(x, np.ndarray) and not is_small.any():
         return x
     return xp.where(is_small, xp.zeros_like(x), x)

@@ -120,9 +120,11 @@ def absorb(features: Features, values_and_one: Array, state: State | None) -> St
 def by_feature(state: State) -> State:
     """Put features that are far from 1 on their scales on others, on which they are 1.
 
-    A backend may have put all of them on one scale.
+    A backend may have put all of them on one scale: that of NumPy does, so only its arrays change.
     """
     xp, kvz = namespace(state.kvz), state.kvz
+    if not isinstance(kvz, np.ndarray):
+        return state
     sizes = xp.abs(kvz)
     size, normalizer = xp.max(sizes, axis=-1), sizes[..., -1]
     # Midway where values are large: neither numerators nor normalizers become small.
@@ -130,7 +132,7 @@ def by_feature(state: State) -> State:
     size = xp.where(normalizer > 0, middle, size)
     most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
     is_off = (size > 0) & (size < xp.inf) & ((size < 1 / most) | (size > most))
-    if isinstance(size, np.ndarray) and not is_off.any():
+    if not is_off.any():
         return state
     size = xp.where(is_off, size, xp.ones_like(size))
     log_scale = state.log_scale + xp.log(size)
