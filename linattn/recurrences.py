@@ -151,8 +151,9 @@ def linear_recurrence(
 
     A chunk of the delta rules is a unit lower triangular system, inverted from the inverses of its
     halves. No factor inside a chunk is above 1, whatever the gates. Results do not depend on the
-    chunk size, to rounding, and agree with `recurrence_step`. NaN and infinity may reach other
-    tokens of their chunk.
+    chunk size, to rounding, and agree with `recurrence_step`. Without a backend, what is left of a
+    token or state after a decay within a chunk counts as 0 below 2^-40 of it (float64: 2^-400).
+    NaN and infinity may reach other tokens of their chunk.
 
     References
     ----------

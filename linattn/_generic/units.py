@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 SMALL = 2.0**-20
-"""Range of the largest absolute number of an array that needs no unit."""
+"""An array whose largest absolute number is at least this needs no unit."""
 
 
 def is_moderate(value: Array) -> bool:
-    """Return whether the first or the last number of one token is in the range without a unit."""
+    """Return whether the first or the last number of one token shows that it needs no unit."""
     if not isinstance(value, np.ndarray) or value.size == 0:
         return True
     return any(abs(float(value.item(i))) >= SMALL for i in (0, -1))
@@ -42,7 +42,7 @@ def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
 
     A head's largest absolute number divided by its unit is between 1/2 and 1. Only heads of small
     numbers get a unit: a large number, masked or later than a query, must not make others small.
-    No head gets one if the middle row of the first array has a larger number in each head.
+    No head gets one if the middle row of the first array has a number of `SMALL` or more in each.
     """
     given = [x for x in arrays if isinstance(x, np.ndarray) and x.size and x.dtype.itemsize > 2]
     if not given:
