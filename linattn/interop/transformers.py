@@ -473,12 +473,8 @@ class StateCache(Cache):  # type: ignore[misc]
     """A cache for ``model.generate`` that holds a :class:`linattn.State` for each layer.
 
     It takes the place of cached keys and values where attention is linear: its size does not grow.
-    Beams are reordered. It cannot be cropped, which assisted generation needs.
-
-    Parameters
-    ----------
-    None
-        ``StateCache()`` is empty, and for one model.
+    Beams are reordered. It cannot be cropped, which assisted generation needs. A new cache is
+    empty, and serves one model.
 
     Raises
     ------
