@@ -12,7 +12,9 @@ ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 CITED = re.compile(r"(\[\d+\])_")
 CITATION = re.compile(r"^( *)\.\. (\[\d+\])", re.MULTILINE)
 LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
-CALLED_BY_USERS = {"__call__"}
+USED = {"__call__", "__init__"}
+"""Special methods that pages show: calls, and how a class is made."""
+
 SEE_ALSO = re.compile(r"(?<=^See Also\n--------\n)(?:.+\n)+", re.MULTILINE)
 
 
@@ -40,7 +42,9 @@ class MarkdownDocstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Replace the docstring of an object that has been read."""
-        if obj.is_special and obj.name not in CALLED_BY_USERS:
-            obj.public = False
+        if obj.is_class:
+            for name in [name for name in obj.members if name.startswith("__")]:
+                if name not in USED:
+                    obj.del_member(name)
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
