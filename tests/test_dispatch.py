@@ -535,7 +535,7 @@ def _arrays_in(argument):
 def test_no_block_function_is_given_what_is_empty(empty, is_causal, monkeypatch):
     sizes: list[int] = []
     whole = ("reduce_values", "read_output")
-    for name in (*whole, "values_block", "reduce_block", "read_block", "scan_block", "exact_block"):
+    for name in (*whole, "reduce_block", "read_block", "scan_block", "exact_block"):
         function = getattr(linattn_numpy, name)
 
         def noted(*args, function=function):

@@ -19,7 +19,7 @@ from linattn_numpy.causal import scan_block, scan_decayed_block
 from linattn_numpy.causal_vjps import scan_vjp
 from linattn_numpy.clusters import assign_block, choose_block, clusters_block
 from linattn_numpy.decoding import decode, stepper
-from linattn_numpy.exact import band_block, exact_block, exact_more, window_block
+from linattn_numpy.exact import band_block, exact_block, exact_more
 from linattn_numpy.planning import plan
 from linattn_numpy.recurrences import recurrence
 from linattn_numpy.sequences import sequences_block
@@ -29,7 +29,6 @@ from linattn_numpy.states import (
     read_output,
     reduce_block,
     reduce_values,
-    values_block,
 )
 from linattn_numpy.threads import limited_threads
 
@@ -57,8 +56,6 @@ __all__ = [
     "scan_vjp",
     "sequences_block",
     "stepper",
-    "values_block",
-    "window_block",
 ]
 
 if TYPE_CHECKING:
@@ -86,5 +83,3 @@ if TYPE_CHECKING:
     implements(Backend.scan_vjp)(scan_vjp)
     implements(Backend.sequences_block)(sequences_block)
     implements(Backend.stepper)(stepper)
-    implements(Backend.values_block)(values_block)
-    implements(Backend.window_block)(window_block)

@@ -12,7 +12,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
-__all__ = ["band_block", "exact_block", "exact_more", "window_block"]
+__all__ = ["band_block", "exact_block", "exact_more"]
 
 NOT_FINITE = Declined("sums are not finite")
 
@@ -83,29 +83,6 @@ def _unshifted(num_den: Floats) -> Partial | None:
     if not (least <= sums.min() and sums.max() <= most and limits.all_finite(num_den)):
         return None
     return Partial(num_den, np.zeros((*num_den.shape[:-1], 1), num_den.dtype))
-
-
-def window_block(
-    spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, is_causal: bool, lazy: bool
-) -> Partial | Declined:
-    """Softmax attention to a window; a causal block sees no key after its own."""
-    g, w = query.x.shape[-3:-1]
-    windows = _Windows(0, w, (key.x.shape[-3] - g + 1) * w, g)
-    weight = None if key.log_weight is None else _in_a_row(key.log_weight)
-    keys, values = Tokens(_in_a_row(key.x), weight, key.start), _in_a_row(values_and_one)
-    band = (-w, w) if is_causal else None
-    part = _read_windows(spec, _in_a_row(query.x), keys, values, windows, band)
-    if isinstance(part, Declined):
-        return part
-    # Values may have leading axes that logits lack.
-    num_den, log = (x.reshape(*x.shape[:-2], g, w, x.shape[-1]) for x in part[:2])
-    return Partial(num_den, log)
-
-
-def _in_a_row(x: Floats) -> Floats:
-    """Join blocks of tokens."""
-    *lead, blocks, n, width = x.shape
-    return x.reshape(*lead, blocks * n, width)
 
 
 def band_block(

@@ -54,19 +54,10 @@ __all__ = [
     "read_output",
     "reduce_block",
     "reduce_values",
-    "values_block",
 ]
 
 Ones: TypeAlias = Floats | None
 """Weights of values, ``(..., n, 1)``: 1, or 0 where masked; None where all are 1."""
-
-
-def values_block(value: Floats, mask: Any, dtype: Any) -> Floats:
-    """``[v, 1]`` in a buffer, 0 where masked; a fresh array would cost fresh memory pages."""
-    v, weight = (value, 1) if mask is None else (np.where(mask, value, 0), mask)
-    out = buffer("values", (*v.shape[:-1], v.shape[-1] + 1), dtype)
-    out[..., :-1], out[..., -1:] = v, weight
-    return out
 
 
 def reduce_block(
@@ -84,15 +75,18 @@ def reduce_block(
 def reduce_values(
     key_spec: Spec, tokens: Tokens, value: Floats, mask: Any, state: State
 ) -> State | Declined:
-    """Add a block of keys to the state, without forming ``[v, 1]`` if nothing is masked."""
-    dtype = state.kvz.dtype
-    if mask is not None or not supports(key_spec):
-        return reduce_block(key_spec, tokens, values_block(value, mask, dtype), state)
+    """Add a block of keys to the state, without forming ``[v, 1]``."""
+    if not supports(key_spec):
+        return unsupported(key_spec)
+    dtype, ones = state.kvz.dtype, None
+    if mask is not None:
+        value = np.where(mask, value, 0)
+        ones = np.broadcast_to(mask.astype(dtype), (*value.shape[:-1], 1))
     v = value.astype(dtype, copy=False)
     row, number = v.strides[-2:]
     # BLAS takes matrices whose rows do not overlap and have adjacent numbers.
     v = v if number == v.itemsize and row >= v.shape[-1] * number else v.copy()
-    return _add_keys(key_spec, tokens, v, None, state)
+    return _add_keys(key_spec, tokens, v, ones, state)
 
 
 def _add_keys(

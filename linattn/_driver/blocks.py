@@ -13,22 +13,18 @@ from numpy.typing import NDArray
 from linattn import _arrays, _generic
 from linattn._arrays import namespace
 from linattn._dispatch import BlockFunctions
-from linattn._driver.specs import innermost
-from linattn._generic import divide, values_block
+from linattn._generic import divide
 from linattn._generic.decay import decay_until, fade, weighed
 from linattn._generic.hierarchical import pad
 from linattn._generic.specs import spec_axes
+from linattn._generic.states import values_block
 from linattn.typing import (
-    ELU_PLUS_ONE,
-    RELU,
     Array,
     ColumnNormalized,
     Corrected,
     Exact,
     Index,
-    Opaque,
     Partial,
-    Pointwise,
     Problem,
     RelativeBias,
     SeparateDenominator,
@@ -62,12 +58,8 @@ __all__ = [
     "task_name",
     "token_block",
     "total_decay",
-    "transient_values_block",
     "values_and_one_block",
 ]
-
-OWN_ACTIVATIONS = (ELU_PLUS_ONE, RELU)
-"""Activations of linattn; any other, whatever its name, may be a caller's function."""
 
 
 def block_slices(length: int, size: int) -> Iterator[slice]:
@@ -111,7 +103,7 @@ def token_block(problem: Problem, side: str, rows: slice, start: int) -> Tokens:
 
 def values_and_one_block(problem: Problem, rows: slice) -> Array:
     """``[v, 1]``, so that numerator and denominator come out of one product."""
-    return values_block(*_values(problem, rows))
+    return values_block(*_values(problem, rows), problem.dtype)
 
 
 def numerators(problem: Problem, part: Partial) -> Array:
@@ -122,43 +114,17 @@ def numerators(problem: Problem, part: Partial) -> Array:
     return problem.xp.where(numerator == 0, problem.xp.zeros_like(scaled), scaled)
 
 
-def transient_values_block(problem: Problem, rows: slice, functions: BlockFunctions) -> Array:
-    """Return ``[v, 1]`` for one use: the next call may write over it.
-
-    If a feature map calls a function of the user, which may call attention itself, the array is
-    fresh.
-    """
-    if _calls_out(problem):
-        return values_and_one_block(problem, rows)
-    return functions.values_block(*_values(problem, rows))
-
-
 def add_block(
     problem: Problem, rows: slice, tokens: Tokens, state: State, functions: BlockFunctions
 ) -> State:
     """Add a block of keys, and their values, to a state."""
-    if _calls_out(problem):
-        values_and_one = values_and_one_block(problem, rows)
-        return functions.reduce_block(problem.key_spec, tokens, values_and_one, state)  # type: ignore[no-any-return]
-    value, mask, _ = _values(problem, rows)
+    value, mask = _values(problem, rows)
     return functions.reduce_values(problem.key_spec, tokens, value, mask, state)  # type: ignore[no-any-return]
 
 
-def _calls_out(problem: Problem) -> bool:
-    """Whether a map holds a function, which may be a caller's and use attention itself."""
-    return _holds_function(problem.key_spec) or _holds_function(problem.query_spec)
-
-
-def _holds_function(spec: Any) -> bool:
-    spec = innermost(spec)
-    return isinstance(spec, Opaque) or (
-        isinstance(spec, Pointwise) and spec.f not in OWN_ACTIVATIONS
-    )
-
-
-def _values(problem: Problem, rows: slice) -> tuple[Array, Array, Any]:
+def _values(problem: Problem, rows: slice) -> tuple[Array, Array]:
     mask = None if problem.weights.key_mask is None else problem.weights.key_mask[..., rows, :]
-    return problem.value[..., rows, :], mask, problem.dtype
+    return problem.value[..., rows, :], mask
 
 
 class OutputRows:

@@ -18,7 +18,7 @@ from linattn._driver.blocks import (
     decay_of_rows,
     key_block,
     token_block,
-    transient_values_block,
+    values_and_one_block,
 )
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS, causal_block, flip
 from linattn._driver.gradient_rows import Checkpoints, GradientWalk, empty_adjoint, states_before
@@ -157,7 +157,7 @@ class Scan(NamedTuple):
 
     def _tokens(self, step: Step) -> tuple[Any, Any, Array]:
         """Return queries, keys and ``[v, 1]`` of a step; None for a side that it lacks."""
-        problem, functions, start = self.walk.problem, self.walk.functions, self._start()
+        problem, start = self.walk.problem, self._start()
         queries, keys, of_queries, of_keys = step.queries, step.keys, start, start
         if step.positions is not None:
             problem, queries, keys = step.problem(problem), slice(0, None), slice(0, None)
@@ -165,7 +165,7 @@ class Scan(NamedTuple):
         query = token_block(problem, "query", queries, of_queries) if step.num_queries else None
         if not step.num_keys:
             return query, None, None
-        values_and_one = transient_values_block(problem, keys, functions)
+        values_and_one = values_and_one_block(problem, keys)
         return query, key_block(problem, keys, of_keys), values_and_one
 
     def _pull(self, step: Step, state: State, adjoint: State) -> State:

@@ -23,7 +23,7 @@ from linattn._driver.blocks import (
     rows_at,
     take_problem,
     token_block,
-    transient_values_block,
+    values_and_one_block,
 )
 from linattn._driver.specs import for_sequences
 from linattn._driver.walks import run_tasks
@@ -290,7 +290,7 @@ def solve_short(
         part, borders = take_problem(problem, task), problem.sees.cu_seqlens
         rows = slice(int(borders[run.start]), int(borders[run.stop]))
         query, key = (token_block(part, side, rows, 0) for side in ("query", "key"))
-        values = transient_values_block(part, rows, functions)
+        values = values_and_one_block(part, rows)
         specs = part.query_spec, part.key_spec
         causal = not part.sees.ahead
         answer = block(*specs, query, key, values, lengths[run], causal, part.want_log)

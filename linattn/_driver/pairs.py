@@ -17,7 +17,7 @@ import numpy as np
 
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import in_map_coordinates, raw_tokens, transient_values_block
+from linattn._driver.blocks import in_map_coordinates, raw_tokens, values_and_one_block
 from linattn._generic.exact import exact_pairs, in_band
 from linattn.typing import Array, Exact, Partial, Problem, RelativeBias, State, Tokens
 
@@ -66,18 +66,16 @@ class Pairs(NamedTuple):
         return more if so_far is None else _generic.combine(so_far, more)
 
 
-def pairs_of(
-    problem: Problem, functions: BlockFunctions, spec: Exact, rows: slice, keys: slice
-) -> Pairs:
+def pairs_of(problem: Problem, spec: Exact, rows: slice, keys: slice) -> Pairs:
     """Pairs of some queries and some keys of softmax attention."""
     weights = visible_pairs(problem, rows, keys), offset_bias(problem, rows, keys)
-    return Pairs(spec, *exact_keys(problem, functions, keys), *weights)
+    return Pairs(spec, *exact_keys(problem, keys), *weights)
 
 
-def exact_keys(problem: Problem, functions: BlockFunctions, keys: slice) -> tuple[Tokens, Array]:
-    """Keys of softmax attention and their ``[v, 1]``, for one use."""
+def exact_keys(problem: Problem, keys: slice) -> tuple[Tokens, Array]:
+    """Keys of softmax attention and their ``[v, 1]``."""
     key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
-    return key, transient_values_block(problem, keys, functions)
+    return key, values_and_one_block(problem, keys)
 
 
 # Which pairs count ------------------------------------------------------------------------------

@@ -98,10 +98,8 @@ def _rows(
     """Read blocks of queries, each as many keys at a time."""
     for start in range(all_rows.start, all_rows.stop, num_rows):
         rows = slice(start, min(start + num_rows, all_rows.stop))
-        spec, query = biased_queries(
-            problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
-        )
-        sources = _sources(problem, functions, spec, rows, num_keys)
+        spec, query = _queries(problem, rows)
+        sources = _sources(problem, spec, rows, num_keys)
         part = join(problem, functions, query, sources)
         yield rows, no_keys_seen(problem, query) if part is None else part
 
@@ -112,21 +110,19 @@ def _windows(
     return _rows(problem, functions, rows, LONG_ROWS, MAX_PAIRS // LONG_ROWS)
 
 
-def _sources(
-    problem: Problem, functions: BlockFunctions, spec: Exact, rows: slice, num_keys: int
-) -> Iterator[Source]:
+def _sources(problem: Problem, spec: Exact, rows: slice, num_keys: int) -> Iterator[Source]:
     """Keys of a block of queries, a source for each run of them."""
     whole, keys = seen_by_all(problem, rows), keys_of_rows(problem, rows)
     runs = [whole, slice(keys.start, whole.start), slice(whole.stop, keys.stop)]
     if not problem.sees.ahead and not is_banded(problem):
-        yield _Triangle(spec, *exact_keys(problem, functions, rows))
+        yield _Triangle(spec, *exact_keys(problem, rows))
         runs = [slice(0, rows.start)]
     elif is_banded(problem) and keys.stop - keys.start <= num_keys:
         runs = [keys]
     for run in runs:
         for part in block_slices(run.stop - run.start, num_keys):
             keys = slice(run.start + part.start, run.start + part.stop)
-            yield pairs_of(problem, functions, spec, rows, keys)
+            yield pairs_of(problem, spec, rows, keys)
 
 
 class _Triangle(NamedTuple):
@@ -167,13 +163,9 @@ def _rows_of_backend(
     size = -(-length // -(-length // max_rows) // MIN_ROWS) * MIN_ROWS
     for rows in block_slices(length, size):
         keys = keys_of_rows(problem, rows)
-        spec, query = biased_queries(
-            problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
-        )
+        spec, query = _queries(problem, rows)
         first = offset(problem, rows, keys)
-        part = band_block(
-            spec, query, *exact_keys(problem, functions, keys), (-left - first, right - first)
-        )
+        part = band_block(spec, query, *exact_keys(problem, keys), (-left - first, right - first))
         if is_declined(part):
             yield from _windows(problem, functions, rows)
         else:
@@ -223,9 +215,7 @@ def _short_windows(
         key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
         values_and_one = values_and_one_block(problem, keys)
         for rows in (slice(r, min(r + group * n, stop)) for r in range(start, stop, group * n)):
-            spec, query = biased_queries(
-                problem, problem.query_spec, raw_tokens(problem, "query", rows, 0)
-            )
+            spec, query = _queries(problem, rows)
             query = in_blocks(query, rows.stop - rows.start, n)
             of_rows = rows.start - start, key, values_and_one
             pairs = _of_group(problem, spec, short, rows, of_rows)

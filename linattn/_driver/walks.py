@@ -30,7 +30,7 @@ from linattn._driver.blocks import (
     rows_at,
     take_rows,
     token_block,
-    transient_values_block,
+    values_and_one_block,
 )
 from linattn._driver.causal_blocks import RowsSoFar, causal_block, rows_from_the_end
 from linattn._driver.clusters import sort_keys
@@ -213,7 +213,7 @@ def scan_blocks(walk: Walk, state: State) -> Iterator[State]:
             functions,
             token_block(problem, "query", rows, start),
             key_block(problem, rows, start),
-            transient_values_block(problem, rows, functions),
+            values_and_one_block(problem, rows),
             state,
         )
         walk.write(rows, part)
@@ -250,7 +250,7 @@ def _walk_stops(walk: Walk) -> Iterator[State]:
             rows = functions.read_block(query_spec, tokens, seen, problem.want_log)
         else:
             key = token_block(part, "key", slice(0, None), start + step.keys.start)
-            values = transient_values_block(part, slice(0, None), functions)
+            values = values_and_one_block(part, slice(0, None))
             rows, state = causal_block(part, functions, tokens, key, values, state)
             state = State(state.kvz, state.log_scale, start + step.keys.stop)
         if step.num_queries:

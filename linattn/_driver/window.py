@@ -312,28 +312,24 @@ class _Near(NamedTuple):
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
     ) -> Partial:
-        """Read near pairs, by a backend if there is neither a decay nor a bias."""
+        """Read near pairs: those of each block side by side."""
         assert so_far is None
         assert problem.exact.spec is not None
         key, values_and_one, decay = self.keys
         spec, query = biased_queries(problem, problem.exact.spec, query)
         key = biased_keys(problem, key, padded=True)
-        if decay is None and problem.weights.relative_bias is None:
-            block = spec, query, key, values_and_one
-            return functions.window_block(*block, self.is_causal, problem.policy.lazy)  # type: ignore[no-any-return]
         g, w = query.x.shape[-3:-1]
         keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-        s = keys.x.shape[-2]
-        if decay is None:
-            assert problem.weights.relative_bias is not None
+        s, bias = keys.x.shape[-2], None
+        if problem.weights.relative_bias is not None:
             bias = bias_block(problem.weights.relative_bias, -w, w, s)[..., None, :, :]
-        else:
+        elif decay is not None:
             xp, since = problem.xp, decay_since(beside(decay, g))
             bias = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
             bias = xp.astype(bias, problem.dtype, copy=False)
         visible = in_band(values_and_one, w, s, (-w, w)) if self.is_causal else None
         pairs = beside(values_and_one, g), visible, bias, problem.policy.lazy
-        return exact_pairs(spec, query, keys, *pairs)
+        return exact_pairs(spec, query, keys, *pairs, functions.exact_block)
 
 
 def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:

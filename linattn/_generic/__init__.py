@@ -14,7 +14,7 @@ from linattn._generic.causal import scan_block, scan_decayed_block
 from linattn._generic.causal_vjps import scan_vjp
 from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
-from linattn._generic.exact import band_block, exact_block, exact_more, window_block
+from linattn._generic.exact import band_block, exact_block, exact_more
 from linattn._generic.features import change_coordinates, evaluate
 from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
@@ -30,7 +30,6 @@ from linattn._generic.states import (
     read_output,
     reduce_block,
     reduce_values,
-    values_block,
 )
 
 __all__ = [
@@ -66,14 +65,11 @@ __all__ = [
     "scan_vjp",
     "sequences_block",
     "spec_lead",
-    "values_block",
-    "window_block",
 ]
 
 CALLS = {
     "clusters_block": ("exact_block",),
     "read_output": ("read_block", "divide"),
-    "reduce_values": ("values_block", "reduce_block"),
-    "window_block": ("exact_block",),
+    "reduce_values": ("reduce_block",),
 }
 """Functions of the block tier that a generic function calls, by its parameter names."""

@@ -8,7 +8,6 @@ from typing import Any
 import array_api_compat
 
 from linattn._arrays import namespace
-from linattn._generic.hierarchical import exact_causal_block
 from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
@@ -20,7 +19,6 @@ __all__ = [
     "exact_more",
     "exact_pairs",
     "in_band",
-    "window_block",
 ]
 
 
@@ -150,40 +148,3 @@ def _sees(key: Tokens, visible: Array | None, bias: Array | None, like: Array) -
     if bias is not None:
         seen = seen & (bias > -xp.inf)
     return xp.astype(seen, like.dtype)
-
-
-def window_block(
-    spec: Exact,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    is_causal: bool,
-    lazy: bool,
-    exact_block: Any = exact_block,
-) -> Partial:
-    """Softmax attention of each block of queries to its own keys and the blocks beside it.
-
-    Queries ``(..., g, w, d)``. Keys have one block more before them, and one after if not causal.
-    O(g w^2 (d + e)) time, O(g w (w + d + e)) memory.
-    """
-    xp = namespace(values_and_one)
-    g, w = query.x.shape[-3:-1]
-    if not is_causal:
-        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-        return exact_block(spec, query, keys, beside(values_and_one, g))  # type: ignore[no-any-return]
-    if not lazy:
-        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
-        visible = in_band(values_and_one, w, 2 * w, (-w, w))
-        part: Partial = exact_block(spec, query, keys, beside(values_and_one, g), visible)
-        if bool(xp.all(xp.isfinite(part.num_den))):
-            return part
-    current = Tokens(key.x[..., 1:, :, :], _where(key.log_weight, slice(1, None)), key.start)
-    previous = Tokens(key.x[..., :g, :, :], _where(key.log_weight, slice(0, g)), key.start)
-    part = exact_block(spec, query, previous, values_and_one[..., :g, :, :])
-    return combine(
-        part, exact_causal_block(spec, query, current, values_and_one[..., 1:, :, :], exact_block)
-    )
-
-
-def _where(x: Array, blocks: slice) -> Array:
-    return None if x is None else x[..., blocks, :, :]

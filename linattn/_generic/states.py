@@ -187,7 +187,6 @@ def reduce_values(
     mask: Array | None,
     state: State,
     *,
-    values_block: Callable[..., Array] = values_block,
     reduce_block: Callable[..., State] = reduce_block,
 ) -> State:
     """Add a block of keys and values to the state."""

@@ -218,10 +218,8 @@ def _block(
             want_log,
         ),
     } | _exact_arguments(rng, heads, query, key, values)
-    value = values[..., :-1]
     counts = None if log_weight is None else log_weight > -np.inf
-    arguments["values_block"] = value, counts
-    arguments["reduce_values"] = pair.key, key, value, counts, state
+    arguments["reduce_values"] = pair.key, key, values[..., :-1], counts, state
     part = _generic.read_block(pair.query, query, state, True)
     out = None if want_log else np.empty(part.num_den[..., :-1].shape)
     arguments["divide"] = part, out
@@ -259,16 +257,6 @@ def _exact_arguments(
     grad = rng.standard_normal(both.num_den[..., :-1].shape)
     scale = _generic.block_vjps.row_scale(both, grad)
     pulled = (spec, query, weighed, values, row_cotangent(scale, grad), scale.log, visible)
-    is_causal, g, w = bool(rng.integers(2)), 3, 16 if rng.integers(3) == 0 else min(n, 9)
-    blocked = Tokens(rng.standard_normal((*heads.query, g, w, DIM)), None, 0)
-    beside = g + (1 if is_causal else 2)
-    near = Tokens(rng.standard_normal((*heads.key, beside, w, DIM)), None, 0)
-    near_values = rng.standard_normal((*heads.value, beside, w, VALUE_DIM + 1))
-    near_values[..., -1] = 1
-    if key.log_weight is not None:
-        weight = np.where(rng.random((*heads.key, beside, w, 1)) > 0.3, 0.0, -np.inf)
-        near = Tokens(_masked(near.x, weight), weight, 0)
-        near_values = _masked(near_values, weight)
     size = key.x.shape[-2]
     rows = Tokens(rng.standard_normal((*heads.query, size, DIM)), None, 0)
     low = -int(rng.integers(size))
@@ -276,7 +264,6 @@ def _exact_arguments(
     return {
         "exact_block": (spec, query, key, values, visible),
         "exact_more": (spec, query, key, values, part),
-        "window_block": (spec, blocked, near, near_values, is_causal, False),
         "band_block": (spec, rows, key, _masked(values, key.log_weight), band),
         "exact_vjp": pulled,
     }
@@ -355,9 +342,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
         "sequences_block",
         "exact_block",
         "exact_more",
-        "values_block",
         "divide",
-        "window_block",
         "band_block",
         "assign_block",
         "choose_block",

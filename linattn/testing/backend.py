@@ -42,9 +42,7 @@ RESULTS = {
     "sequences_block": ("partial",),
     "exact_block": ("partial",),
     "exact_more": ("partial",),
-    "values_block": ("array",),
     "divide": ("array",),
-    "window_block": ("partial",),
     "band_block": ("partial",),
     "assign_block": ("state", "choice", "array"),
     "choose_block": ("choice", "partial"),
@@ -280,8 +278,6 @@ def _compare(
 ) -> Any:
     """Compare one result with the generic one; the answer where that is declined, or None."""
     arguments = cast(block.arguments[name], lambda array: _to_library(array, dtype, xp))
-    if name == "values_block":
-        arguments += (getattr(xp, dtype),)
     before = cast(arguments, to_host)
     result = function(*arguments)
     if name in PLACES and arguments[-1] is not None:

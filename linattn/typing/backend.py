@@ -134,7 +134,7 @@ class BlockTier(Protocol):
     ) -> State | Declined:
         """Add a block of keys and values, with their mask, to the state.
 
-        The generic one calls ``values_block`` and ``reduce_block``.
+        The generic one calls ``reduce_block`` with ``[v, 1]``.
         """
         ...
 
@@ -226,29 +226,8 @@ class BlockTier(Protocol):
         ...
 
     @staticmethod
-    def values_block(value: Array, mask: Array | None, dtype: Any) -> Array | Declined:
-        """``[v, 1]``: values with a column of 1 appended, rows of masked keys 0; for one use."""
-        ...
-
-    @staticmethod
     def divide(part: Partial, out: Array | None = None) -> Array | Declined | None:
         """Numerator over denominator as a new array, or None where it has been put into ``out``."""
-        ...
-
-    @staticmethod
-    def window_block(
-        spec: Exact,
-        query: Tokens,
-        key: Tokens,
-        values_and_one: Array,
-        is_causal: bool,
-        lazy: bool,
-    ) -> Partial | Declined:
-        """Softmax attention of blocks of queries to the keys of their own block and beside it.
-
-        Queries are ``(..., g, w, d)``; keys have a block more in front, and after if not causal.
-        Masked ones are as in :meth:`band_block`.
-        """
         ...
 
     @staticmethod
