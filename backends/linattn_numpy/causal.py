@@ -42,6 +42,7 @@ from linattn_numpy.features import (
     unsupported,
 )
 from linattn_numpy.products import broadcast_lead, weighted
+from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import rows_of, sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
@@ -80,7 +81,7 @@ def scan_block(
     is_short = n <= _tile_rows(m) or (answer is LARGE_SAMPLE and key.log_decay is None)
     if is_short and isinstance(query_spec, Exponential) and isinstance(key_spec, Exponential):
         answer = _scan_stabilized(block, state, want_log)
-        if are_apart and (isinstance(answer, Declined) or not answer[0].accepted):
+        if are_apart and isinstance(answer, Declined):
             return Declined(limits.UNDERFLOWED.reason, by_head=True)
     return answer
 
@@ -233,6 +234,7 @@ def _scan_stabilized(
 ) -> tuple[Partial, State] | Declined:
     """Scan on the maximum so far of each feature, each row on its own largest."""
     query_spec, key_spec, query, key, values_and_one = block
+    state = by_feature(state)
     (n, e), before = values_and_one.shape[-2:], state.kvz
     leads = query.x.shape[:-2], query_spec.P.shape[:-2], values_and_one.shape[:-2]
     lead = broadcast_lead(state.kvz.shape[:-2], *leads)
@@ -245,11 +247,11 @@ def _scan_stabilized(
             accepted = accepted and is_large
     z = state.kvz[..., -1]
     terms = float(z.shape[-1] * state.length + z.sum(axis=-1).max())
-    floor = limits.EXP_LOSS * limits.floor_of(z.dtype) * terms
-    if not _is_kept(key_spec, key, before, state.kvz, floor):
+    floor = limits.weights_floor(z.dtype) * terms
+    is_kept = accepted and _is_kept(key_spec, key, before, state.kvz, floor)
+    if not (is_kept and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
-    accepted = accepted and limits.all_finite(num_den)
-    return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted), state
+    return Partial(num_den, row_log(query_spec, query, part.log, want_log), accepted=True), state
 
 
 def _tile_rows(m: int) -> int:
@@ -269,7 +271,7 @@ def _scan_rows(
         _exp_by_head(log, name)[..., None, :, :]
         for log, name in ((found.query, "queries"), (found.key, "keys"))
     )
-    sums = Triangles(q, k, v.shape[:-2], found.state, size)
+    sums = Triangles(q, k, v.shape[:-2], found.state, size, limits.LEAST[v.itemsize])
     decay = next(decay_of_tiles(block.key.log_decay, rows, n // size, size, v.dtype))
     (values,), (sub_blocks_out,) = sums.split(v), sums.split(num_den)
     before = [state.kvz, *sums.add(values, sub_blocks_out, decay, found.rises)]
@@ -314,15 +316,19 @@ def _sum_pairs(
 
         q = take(found.query[..., rows, :], row)[:, None, :]
         pairs = q + take(found.key[..., rows, :])
+        # On scales that are ahead of their sums, the largest product would not show.
+        kvz = take(kvz)
+        z = np.where(kvz[..., -1] > 0, kvz[..., -1], kvz.dtype.type(1))
         before = q + take((c - limits.finite_shift(found.log_scale[..., i, :]))[..., None, :])
+        before += np.log(z)[..., None, :]
         pairs[np.arange(size) > row[:, None]] = -inf
         top = np.maximum(
             pairs.max(axis=(-2, -1), keepdims=True), before.max(axis=-1, keepdims=True)
         )
-        shift, least = limits.finite_shift(top), limits.LEAST_EXPONENT[pairs.itemsize]
-        pairs -= shift
-        weights = np.exp(np.where(pairs < least, -inf, pairs)).sum(axis=-1)[:, None, :]
-        sums = weights @ take(v[..., rows, :]) + np.exp(before - shift) @ take(kvz)
+        shift = limits.finite_shift(top)
+        pairs, before = (limits.weights(x - shift) for x in (pairs, before))
+        sums = np.matmul(pairs.sum(axis=-1)[:, None, :], take(v[..., rows, :]))
+        sums += np.matmul(before, kvz / z[..., None])
         index = (*heads, rows.start + row)
         num_den[index] = sums[:, 0, :]
         log_row[index] += top[:, 0, :]
@@ -333,7 +339,7 @@ def _exp_by_head(log: Floats, name: str) -> Floats:
     out = buffer(name, log.shape, log.dtype)
     shape = -1, *log.shape[-2:]
     for x, y in zip(log.reshape(shape), out.reshape(shape), strict=True):
-        limits.exp(x, y)
+        limits.weights(x, y)
     return out
 
 

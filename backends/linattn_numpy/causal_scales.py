@@ -117,9 +117,9 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
     row = limits.row_max(q)
     q -= limits.finite_shift(row)
-    before = state.kvz * np.exp(state.log_scale - shift[..., 0, :])[..., None]
+    before = limits.rescaled(state.kvz, state.log_scale - shift[..., 0, :])
     terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
-    floor = limits.EXP_LOSS * limits.floor_of(k.dtype) * terms[..., None, None]
+    floor = limits.weights_floor(k.dtype) * terms[..., None, None]
     return StabilizedBlock(q, k, before, row, c, rises, floor)
 
 

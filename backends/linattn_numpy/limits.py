@@ -20,7 +20,6 @@ UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not fini
 
 # Exponents.
 MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers
-LEAST_EXPONENT = {4: -86.0, 8: -707.0}  # of exp: of little less they are not normal numbers
 EXP_LOSS = 32.0  # smallest normal numbers that a product of two of exp's may have lost: 17, or less
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
@@ -30,7 +29,7 @@ MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic c
 # Log scales: how far apart those may be that share one.
 MAX_LOG_LEAD = 10.0  # of a block above a state that it joins without rescaling it
 MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of its state
-MAX_PREFIX_LOG_LEAD = 20.0  # of a scale above what has been seen so far: nothing underflows
+MAX_PREFIX_LOG_LEAD = 10.0  # of a scale above what has been seen so far: few rows are redone
 
 # Decay.
 MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
@@ -72,35 +71,54 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
-def exp(x: Floats, out: Floats | None = None) -> Floats:
-    """Exponentials, in place without ``out``; the smallest are multiples of 16 ``tiny``.
+@cache
+def weights_floor(dtype: Any) -> float:
+    """`floor_of` where each term is a product of two :func:`weights`, and small sums are 0."""
+    return 2 * LEAST[dtype.itemsize] / float(np.finfo(dtype).eps)
+
+
+def exp(x: Floats) -> Floats:
+    """Exponentials in place; the smallest are multiples of 16 ``tiny``.
 
     The error is at most 8 ``tiny``, or rounding.
     """
-    return _rounded_exp(x, x if out is None else out, 16 * tiny(x.dtype))
+    return _rounded_exp(x, x, 16 * tiny(x.dtype))
 
 
-def weights(x: Floats) -> Floats:
-    """Exponentials in place; the smallest are multiples of ``LEAST``.
+def weights(x: Floats, out: Floats | None = None) -> Floats:
+    """Exponentials, in place without ``out``; the smallest are multiples of ``LEAST``.
 
     Smaller weights are negligible beside the largest weight of a row or feature, 1.
     """
-    return _rounded_exp(x, x, LEAST[x.itemsize])
+    return _rounded_exp(x, x if out is None else out, LEAST[x.itemsize])
 
 
 def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
-    """Exponentials; the smallest are multiples of ``least``, by adding and subtracting a step.
+    """Exponentials; the smallest are multiples of ``least``.
 
     Numbers below the smallest normal one, and products of them, may take a hundred times as long.
     """
-    start = log(least) - 0.8
-    if x.min(initial=0.0) >= start:  # not with NaN
+    start, lowest = log(least) - 0.8, x.min(initial=0.0)
+    if lowest >= start:  # not with NaN
         return np.asarray(np.exp(x, out=out))
+    if not lowest >= log(tiny(x.dtype)):
+        x = x.clip(start, np.inf, out=out)
+    return rounded(np.exp(x, out=out), least)
+
+
+def rounded(x: Floats, least: float) -> Floats:
+    """Round small numbers to multiples of ``least`` in place, by adding a step and taking it."""
     step = x.dtype.type(least / float(np.finfo(x.dtype).eps))
-    np.exp(x.clip(start, np.inf, out=out), out=out)
-    out += step
-    out -= step
-    return out
+    x += step
+    x -= step
+    return x
+
+
+def rescaled(kvz: Floats, log_factor: Floats) -> Floats:
+    """Multiply the features of a state by ``exp(log_factor)``; results below ``LEAST`` are 0."""
+    kvz = kvz * np.exp(log_factor)[..., None]
+    kvz[np.abs(kvz) < LEAST[kvz.itemsize]] = 0
+    return kvz
 
 
 def finite_shift(log: Floats) -> Floats:
@@ -158,18 +176,13 @@ def rejected_rows(
     values have been multiplied by. A row of small values needs a larger denominator.
     """
     rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
-    # Share that underflow may take of values of size 1.
-    loss = floor / denominators
-    if not rejected.any():
-        # All rows see the first values: hardly ever must others be inspected.
-        size = max(loss.max(), taken) / SMALL_VALUES
-        if size <= np.abs(values_and_one[..., 0, :]).min():
-            return None
-    loss = np.where(rejected, 0, np.maximum(loss, taken) / SMALL_VALUES)
-    sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
-    before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
-    before = before.max(axis=-2, keepdims=True)
-    if any(np.any((x < loss.max()) & (x != 0)) for x in (sizes, before)):
+    # Share that underflow may take of values of size 1, in accepted rows.
+    loss = np.where(rejected, 0, np.maximum(floor / denominators, taken) / SMALL_VALUES)
+    # All rows see the first values: hardly ever must others be inspected.
+    if not loss.max() <= np.abs(values_and_one[..., 0, :]).min():
+        sizes, z = np.abs(values_and_one), np.abs(kvz[..., -1:])
+        before = np.divide(np.abs(kvz), z, out=np.zeros_like(kvz), where=z != 0)
+        before = before.max(axis=-2, keepdims=True)
         # No more than the largest that each row sees.
         seen = np.maximum(np.maximum.accumulate(sizes, axis=-2), before)
         rejected |= ((seen < loss) & (seen != 0)).any(axis=-1, keepdims=True)

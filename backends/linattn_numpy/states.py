@@ -49,6 +49,7 @@ from linattn_numpy.tiles import ones_column
 
 __all__ = [
     "add_sums",
+    "by_feature",
     "divide",
     "read_block",
     "read_output",
@@ -273,7 +274,7 @@ def _read_stabilized(
 ) -> Partial | Declined:
     if isinstance(query_spec, Pointwise):
         return limits.UNDERFLOWED
-    state = _by_feature(state)
+    state = by_feature(state)
     kvz, x = state.kvz, tokens.x
     # The row term cancels. Added to the square of a large query, offsets would be rounded away.
     offsets = (state.log_scale + query_spec.col)[..., None, :]
@@ -289,12 +290,20 @@ def _read_stabilized(
     return Partial(num_den, row_log(query_spec, tokens, row, want_log))
 
 
-def _by_feature(state: State) -> State:
-    """Rescale each feature to size 1, if any is far from 1 on its scale."""
-    size, (least, most) = np.abs(state.kvz).max(axis=-1), limits.FEATURE_SCALES
-    if size.min() >= least and size.max() <= most:
+def by_feature(state: State) -> State:
+    """Rescale the features whose sums are far from 1 on their scales.
+
+    Normalizers are sums too, unless their terms cancel: then their numerators are far larger beside
+    them than those of other features.
+    """
+    (least, most), z = limits.FEATURE_SCALES, np.abs(state.kvz[..., -1])
+    top = np.abs(state.kvz).max(axis=-1)
+    means = np.divide(top, z, out=np.full_like(z, np.inf), where=z > 0)
+    size = np.maximum(z, top / means.min(axis=-1, keepdims=True))
+    is_far = (size > 0) & (size < np.inf) & ~((size >= least) & (size <= most))
+    if not is_far.any():
         return state
-    size = np.where((size > 0) & (size < np.inf), size, size.dtype.type(1))
+    size = np.where(is_far, size, size.dtype.type(1))
     kvz, log_scale = state.kvz / size[..., None], state.log_scale + np.log(size)
     return state._replace(kvz=kvz, log_scale=log_scale)
 

@@ -14,6 +14,7 @@ import numpy as np
 from linattn_numpy.borders import Border
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.decay import Decay, WeakDecay
+from linattn_numpy.limits import rounded
 from linattn_numpy.products import broadcast_lead, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
@@ -26,14 +27,17 @@ class Triangles:
     ``q``, ``k``: buffers ``(..., h, n, m / h)``; the caller writes the features of each tile into
     them and then calls `add`. h is 2 for features in two sign halves, which are stored apart, and
     1 otherwise. ``lead``: leading axes of values; ``kvz``: the state before the first tile,
-    ``(..., m, e)``, which is copied; ``size``: rows of a sub-block.
+    ``(..., m, e)``, which is copied; ``size``: rows of a sub-block; ``least``: smallest product
+    of a query and a key, and number of a rescaled state, that is not 0.
     """
 
     lead: tuple[int, ...]
     """Leading axes of the sums."""
 
-    def __init__(self, q: Floats, k: Floats, lead: tuple[int, ...], kvz: Floats, size: int) -> None:
-        (h, n, r), e, dtype = q.shape[-3:], kvz.shape[-1], kvz.dtype
+    def __init__(
+        self, q: Floats, k: Floats, lead: tuple[int, ...], kvz: Floats, size: int, least: float = 0
+    ) -> None:
+        (h, n, r), e, dtype, self._least = q.shape[-3:], kvz.shape[-1], kvz.dtype, least
         count = n // size
         self._shape = count, size
         self._q, self._k = (x.reshape(*x.shape[:-2], count, size, r) for x in (q, k))
@@ -83,6 +87,8 @@ class Triangles:
         np.multiply(first, self._visible if early is None else early.pairs, out=first)
         for place, _, _, pairs in borders:
             first[..., place, :, :] *= pairs
+        if self._least:
+            rounded(first, self._least)
         np.matmul(first, v, out=out)
         for border in borders:
             self._k[..., border.place, : border.last, :] = 0
@@ -102,6 +108,8 @@ class Triangles:
                 unscaled.append(state if factor is None else state.copy())
                 if factor is not None:
                     state *= factor
+                    if factor.min() < np.sqrt(self._least):
+                        state[np.abs(state) < self._least] = 0
         np.matmul(self._q, self._before, out=self._reads)
         for border in borders:
             self._reads[..., border.place, border.first :, :] = 0
