@@ -56,6 +56,16 @@ class Explanation:
         "block"; ``function`` is a name; ``calls`` counts. ``code`` answered: a backend's module,
         ``"generic"``, or ``"driver"`` if a whole problem was cut into blocks. ``reason`` says why
         no backend answered, ``""`` if one did.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> x = np.ones((50, 8))
+    >>> with linattn.explain() as report:
+    ...     _ = linattn.linear_attention(x, x, x, linattn.feature_maps.EluFeatures())
+    >>> report.ran("read_output")
+    {'linattn_numpy'}
     """
 
     def __init__(self) -> None:

@@ -34,7 +34,19 @@ T = TypeVar("T")
 
 
 class StateFileError(ValueError):
-    """A file is not a state that linattn saved, or is the state of another feature map."""
+    """A file is not a state that linattn saved, or is the state of another feature map.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import linattn
+    >>> with tempfile.NamedTemporaryFile() as file:  # an empty one
+    ...     try:
+    ...         linattn.load_state(file.name, linattn.feature_maps.EluFeatures())
+    ...     except linattn.files.StateFileError:
+    ...         print("begin again")
+    begin again
+    """
 
     # Where callers import it from; tracebacks say so.
     __module__ = "linattn.files"

@@ -41,6 +41,16 @@ class HeldOutError(NamedTuple):
         Upper bound of the relative error over all rows that could have been drawn, each at the
         probability that was asked for; ``relative`` where the rows are all there are, inf for a
         single one of many.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, value = linattn.datasets.pretrained_qkv()
+    >>> tokens = {"query": query, "key": key, "value": value}
+    >>> zeros = 0 * value
+    >>> error = linattn.diagnostics.held_out_error(zeros, **tokens, rng=0)
+    >>> float(error.relative[0, 0]), bool(error.bound[0, 0] > 1), error.rows.shape
+    (1.0, True, (64,))
     """
 
     relative: Floats

@@ -34,6 +34,14 @@ class AttendedNorms(NamedTuple):
     num_features : ndarray, (...)
         Independent positive features with a relative standard deviation of 1/2 at the median pair,
         ``4 (e^v - 1)``: what FAVOR+ would take.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, _ = linattn.datasets.pretrained_qkv()
+    >>> norms = linattn.diagnostics.attended_norms(query, key)
+    >>> norms.percentiles.shape, norms.num_features.shape
+    ((2, 12, 5), (2, 12))
     """
 
     percentiles: Floats

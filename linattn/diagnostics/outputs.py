@@ -56,6 +56,17 @@ class OutputError(NamedTuple):
     verdict : str
         Begins with "use exact softmax attention" where the denominator has a relative standard
         deviation above 1/4 for half of the queries; see :class:`RelativeVariance`.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, value = (x[0, 0, :64] for x in linattn.datasets.pretrained_qkv())
+    >>> phi = linattn.feature_maps.PositiveFeatures(32, num_features=64, rng=0)
+    >>> _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+    >>> error = linattn.diagnostics.output_error(query, state, phi)
+    >>> low, high = error.interval(0.95)
+    >>> low.shape, error.verdict.startswith("use exact softmax attention")
+    ((64, 32), True)
     """
 
     output: Floats
@@ -116,6 +127,15 @@ class Denominators(NamedTuple):
     verdict : str
         Begins with "use exact softmax attention" in words as :class:`RelativeVariance` where a
         denominator is negative for more than one query in a hundred.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, _ = (x[0, 0, :64] for x in linattn.datasets.pretrained_qkv())
+    >>> phi = linattn.feature_maps.TrigonometricFeatures(32, num_features=64, rng=0)
+    >>> report = linattn.diagnostics.denominators(query, key, phi)
+    >>> bool(report.negative > 0)
+    True
     """
 
     negative: Floats

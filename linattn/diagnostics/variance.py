@@ -55,6 +55,15 @@ class RelativeVariance(NamedTuple):
         Begins with "use exact softmax attention" ("exact kernel attention" for maps of another
         kernel) where the median is above 1 in every head, with "use exact softmax attention in
         k of n heads" where it is in some, and with "linear attention" otherwise.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, _ = (x[0, 0, :64] for x in linattn.datasets.pretrained_qkv())
+    >>> phi = linattn.feature_maps.PositiveFeatures(32, num_features=64, rng=0)
+    >>> report = linattn.diagnostics.relative_variance(query, key, phi)
+    >>> bool(report.median > 1), report.verdict[:27]
+    (True, 'use exact softmax attention')
     """
 
     mean: Floats
@@ -82,6 +91,15 @@ class Recommendation(NamedTuple):
     verdict : str
         Begins with "use exact softmax attention" where that is cheaper; see
         :class:`RelativeVariance`.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> query, key, _ = (x[0, 0, :64] for x in linattn.datasets.pretrained_qkv())
+    >>> phi = linattn.feature_maps.PositiveFeatures(32, num_features=64, rng=0)
+    >>> found = linattn.diagnostics.recommend_num_features(query, key, phi, tolerance=0.1)
+    >>> bool(found.hopeless)
+    True
     """
 
     num_features: int | None

@@ -34,6 +34,15 @@ class Transport:
     marginal_error : float
         Largest sum over j of ``|sum_i P_ij - b_j|``; the sums over j are a. NaN where no values
         were inspected.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.kernels import sinkhorn
+    >>> x, y = np.random.default_rng(0).standard_normal((2, 50, 2))
+    >>> plan = sinkhorn(x, y, reg=1.0)
+    >>> plan.apply(y).shape, bool(plan.marginal_error < 1e-6)
+    ((50, 2), True)
     """
 
     f: Array = field(repr=False)

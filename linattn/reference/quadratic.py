@@ -45,6 +45,16 @@ class KernelSums(NamedTuple):
 
     Where features change sign the sums may cancel, and no error bound relative to their result can
     hold; rounding is bounded by a few eps times the absolute sums.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, value = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> sums = linattn.reference.kernel_sums(query, key, value, linattn.feature_maps.EluFeatures())
+    >>> out = linattn.linear_attention(query, key, value, linattn.feature_maps.EluFeatures())
+    >>> bool(np.allclose(sums.numerator / sums.denominator, out))
+    True
     """
 
     numerator: Float64

@@ -26,7 +26,18 @@ __all__ = [
 
 
 class UntestableError(ValueError):
-    """No valid test exists of what was asked, or none that could fail; the message says why."""
+    """No valid test exists of what was asked, or none that could fail; the message says why.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import PositiveFeatures
+    >>> from linattn.testing import UntestableError, assert_unbiased
+    >>> try:
+    ...     assert_unbiased(PositiveFeatures(4, num_features=8, rng=0), num_draws=2)
+    ... except UntestableError as error:
+    ...     print("num_draws is too small" in str(error))
+    True
+    """
 
 
 class MalformedFeaturesError(TypeError):
@@ -50,6 +61,14 @@ class Evidence:
     detectable_sd : float
         For means: the same in standard deviations of one draw, as they were measured; 0 where
         nothing is random.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import PositiveFeatures
+    >>> from linattn.testing import assert_unbiased
+    >>> evidence = assert_unbiased(PositiveFeatures(4, num_features=8, rng=0), num_draws=200)
+    >>> evidence.check, evidence.false_alarm_rate
+    ('assert_unbiased', 1e-09)
     """
 
     check: str

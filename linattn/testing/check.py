@@ -102,6 +102,14 @@ class Report:
         The map.
     rows : tuple of Row
         In the order of :data:`CHECKS`.
+
+    Examples
+    --------
+    >>> from linattn.feature_maps import EluFeatures
+    >>> from linattn.testing import check_feature_map
+    >>> report = check_feature_map(EluFeatures())
+    >>> report.passed, len(report.rows) > 5
+    (True, True)
     """
 
     title: str

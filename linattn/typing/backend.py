@@ -29,6 +29,15 @@ def implements(contract: F) -> Callable[[F], F]:
 
     ``implements(Backend.read_block)(read_block)``, or as a decorator. At run time the function
     is returned unchanged; :func:`linattn.testing.check_backend` compares what it returns.
+
+    Examples
+    --------
+    >>> from linattn.typing import BlockTier, Declined, implements
+    >>> @implements(BlockTier.plan)
+    ... def plan(problem):
+    ...     return Declined("only short sequences")
+    >>> plan(None).reason
+    'only short sequences'
     """
     return lambda function: function
 
@@ -38,6 +47,16 @@ class Stepper(Protocol):
 
     A method ``copy()`` is optional: it returns a second stepper at the same token. With it, a
     copied decoder returns the same bits as the original; without it, the copy starts from `state`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> token = np.ones(8)
+    >>> phi = linattn.feature_maps.EluFeatures()
+    >>> decoder = linattn.Decoder(phi, linattn.init_state(phi, 8, like=token[None]))
+    >>> decoder.step(token, token, token).shape, decoder.state.length
+    ((8,), 1)
     """
 
     @property
@@ -318,7 +337,14 @@ class BlockTier(Protocol):
 
 
 class Services(Protocol):
-    """Optional functions of a backend beside attention."""
+    """Optional functions of a backend beside attention.
+
+    Examples
+    --------
+    >>> import linattn_numpy
+    >>> with linattn_numpy.limited_threads():
+    ...     pass  # BLAS has one thread here
+    """
 
     @staticmethod
     def modifiers() -> Sequence[str]:
@@ -351,4 +377,10 @@ class Backend(WholeTier, BlockTier, Services, Protocol):
     queries after the keys in hand, ``g1_i`` the cotangent of a row's ``[num, den]`` on the scale
     ``exp(log_i)``. Gradients may have leading axes that their tokens lack; the driver sums over
     them.
+
+    Examples
+    --------
+    >>> import linattn_numpy
+    >>> [name for name in ("plan", "attention", "scan_block") if hasattr(linattn_numpy, name)]
+    ['plan', 'scan_block']
     """

@@ -17,6 +17,19 @@ class FeatureMap(Protocol):
 
     All other attributes that linattn reads are optional: :class:`MapAttributes`. A map may have
     more of its own.
+
+    Examples
+    --------
+    >>> from linattn.typing import FeatureMap, Features
+    >>> class Squares:
+    ...     num_features = None
+    ...
+    ...     def query_features(self, x):
+    ...         return Features(None, x**2)
+    ...
+    ...     key_features = query_features
+    >>> isinstance(Squares(), FeatureMap)
+    True
     """
 
     @property
@@ -34,7 +47,15 @@ class FeatureMap(Protocol):
 
 
 class MapAttributes(Protocol):
-    """Optional attributes of a feature map; each may be there without the others."""
+    """Optional attributes of a feature map; each may be there without the others.
+
+    Examples
+    --------
+    >>> import linattn
+    >>> phi = linattn.feature_maps.PositiveFeatures(8, num_features=16, rng=0)
+    >>> phi.dim, phi.positive, phi.unbiased, phi.causal
+    (8, True, True, True)
+    """
 
     @property
     def dim(self) -> int | None:

@@ -44,6 +44,13 @@ class RelativeBias(NamedTuple):
     table : Array
         ``(..., 2 r + 3)`` in the accumulation dtype: the log weight of keys further left than r,
         then of offsets -r to r, then of keys further right. Leading axes are heads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import RelativeBias
+    >>> RelativeBias(np.zeros((12, 2 * 32 + 3))).reach
+    32
     """
 
     table: Array
@@ -75,6 +82,12 @@ class Visible(NamedTuple):
         problems of their own.
     option : str
         The caller's option by which queries do not see all keys; "" where they do.
+
+    Examples
+    --------
+    >>> from linattn.typing import Visible
+    >>> Visible(left=16, right=0).local_window, Visible(right=0).is_causal
+    ((16, 0), True)
     """
 
     left: int | None = None
@@ -118,6 +131,14 @@ class Weights(NamedTuple):
         state before each token.
     relative_bias : RelativeBias or None
         Log weights of offsets, of softmax attention and beside an exact window.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Weights
+    >>> weights = Weights(key_mask=np.ones((4, 50, 1), dtype=bool))
+    >>> weights.of_keys(lambda rows: rows[:, :10]).key_mask.shape
+    (4, 10, 1)
     """
 
     key_mask: Array | None = None
@@ -153,6 +174,12 @@ class ExactKeys(NamedTuple):
         a block has, is a multiple. 1 beside a window.
     sinks : int
         First keys that are exact beside a window; in softmax attention they are seen outside of it.
+
+    Examples
+    --------
+    >>> from linattn.typing import Exact, ExactKeys
+    >>> ExactKeys(window=32, spec=Exact(0.125)).spec.scale
+    0.125
     """
 
     window: int | None = None
@@ -180,6 +207,12 @@ class Policy(NamedTuple):
         Whether float32 products may round their factors to TF32.
     lazy : bool
         Whether values must not be inspected (traced or lazy arrays).
+
+    Examples
+    --------
+    >>> from linattn.typing import Policy
+    >>> Policy(chunk_size=64)
+    Policy(chunk_size=64, num_threads=None, tf32=False, lazy=False)
     """
 
     chunk_size: int | None = None
@@ -233,6 +266,19 @@ class Problem:
     plans : list or None
         Where the driver keeps its plan for calls that differ from this one in numbers alone. A copy
         has none.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn import typing
+    >>> x, spec = np.ones((50, 8)), typing.Exact(0.125)
+    >>> sees, weights, exact = typing.Visible(right=0), typing.Weights(), typing.ExactKeys()
+    >>> lead, policy = (), typing.Policy()
+    >>> problem = typing.Problem(
+    ...     np, x.dtype, x, x, x, spec, spec, 0, lead, lead, sees, weights, exact, policy
+    ... )
+    >>> problem.mode, problem.sees.is_causal
+    ('exact', True)
     """
 
     __repr__ = one_line
@@ -326,6 +372,17 @@ class Plan(NamedTuple):
     resumable : bool
         ``run`` expects of ``work(task)`` an iterator: each of its steps does a block of the task.
         They may be taken up by one thread after the other, for load balancing.
+
+    Examples
+    --------
+    >>> from linattn.typing import Plan
+    >>> def run(work, tasks):
+    ...     for task in tasks:
+    ...         work(task)
+    >>> plan = Plan(128, [(slice(0, 4),), (slice(4, 8),)], run)
+    >>> plan.run(print, plan.tasks)
+    (slice(0, 4, None),)
+    (slice(4, 8, None),)
     """
 
     block_size: int
@@ -377,6 +434,15 @@ class Recurrence:
     borders : list of int or None
         Where packed sequences begin and end; states then have an axis for them in front. Backends
         are given the sequences as problems of their own.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Recurrence
+    >>> x, decay = np.ones((50, 8)), np.full((50, 1), -0.1)
+    >>> problem = Recurrence(np, x, x, x, decay, None, None, 1.0, x.dtype, (), (), 32, None)
+    >>> problem.log_decay.shape
+    (50, 1)
     """
 
     __repr__ = one_line

@@ -70,6 +70,12 @@ class Declined:
     by_head : bool
         Whether ``scan_block`` would take the heads of this block one by one; only where there are
         several.
+
+    Examples
+    --------
+    >>> from linattn.typing import Declined
+    >>> Declined("m = 300 is above 256").reason
+    'm = 300 is above 256'
     """
 
     reason: str
@@ -90,6 +96,13 @@ class Tokens(NamedTuple):
     log_decay : Array or None
         ``(..., n, 1)``, at most 0: added to the log scale of the state before each of these keys.
         A backend is given it in ``scan_decayed_block`` only.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Tokens
+    >>> Tokens(np.ones((2, 64, 8)), log_weight=None, start=128)
+    Tokens(x=<float64 (2, 64, 8)>, log_weight=None, start=128, log_decay=None)
     """
 
     x: Array
@@ -115,6 +128,15 @@ class Clusters(NamedTuple):
         Cluster c holds the keys ``bounds[c]`` up to ``bounds[c + 1]``; on the host, as below.
     positions : ndarray of int, (s,)
         Position of each key in its sequence; ascending within a cluster.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Clusters, Tokens
+    >>> key = Tokens(np.ones((3, 8)), None, 0)
+    >>> clusters = Clusters(key, np.ones((3, 5)), np.array([0, 2, 3]), np.array([0, 2, 1]))
+    >>> clusters.positions[clusters.bounds[0] : clusters.bounds[1]].tolist()
+    [0, 2]
     """
 
     key: Tokens
@@ -136,6 +158,14 @@ class Features(NamedTuple):
         ``(..., n, m)`` for exponential maps; ``(..., n, 1)`` or None (zero) for all others.
     values : Array or None
         None (one) for exponential maps; ``(..., n, m)`` for all others.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> x = np.random.default_rng(0).standard_normal((50, 8))
+    >>> linattn.feature_maps.PositiveFeatures(8, num_features=16, rng=0).query_features(x)
+    Features(log=<float64 (50, 16)>, values=None)
     """
 
     log: Array
@@ -220,6 +250,14 @@ class Partial(NamedTuple):
         ``(..., n, 1)``, or ``(..., 1, 1)`` for one scale; -inf for a row that sees no key.
     accepted : bool
         Whether every row of a causal block has been accepted already, by the rule of the driver.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Partial
+    >>> part = Partial(num_den=np.array([[6.0, 2.0]]), log=np.array([[-1000.0]]))
+    >>> (part.num_den[:, :-1] / part.num_den[:, -1:]).tolist()  # the scale cancels
+    [[3.0]]
     """
 
     num_den: Array
@@ -245,6 +283,15 @@ class RowScale(NamedTuple):
         ``(..., n, 1)``: ``1 / num_den[..., -1:]``, 0 for a row without gradient.
     inner : Array
         ``(..., n, 1)``: ``inverse * (g . num / den)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import RowScale
+    >>> scale = RowScale(np.zeros((1, 1)), inverse=np.array([[0.5]]), inner=np.array([[3.0]]))
+    >>> grad_output = np.array([[2.0]])
+    >>> np.concatenate([grad_output * scale.inverse, -scale.inner], axis=-1).tolist()
+    [[1.0, -3.0]]
     """
 
     log: Array
@@ -266,6 +313,13 @@ class Cotangent(NamedTuple):
     state : State or None
         Its ``kvz`` is the cotangent of the returned state's ``kvz``; its ``log_scale`` is minus the
         returned state's.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Cotangent
+    >>> Cotangent(np.ones((50, 8)), state=None)
+    Cotangent(output=<float64 (50, 8)>, state=None)
     """
 
     output: Array

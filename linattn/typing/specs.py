@@ -47,6 +47,14 @@ class Activation:
     vjp : callable or None
         ``vjp(u, g, xp) -> grad_u``: the cotangent of ``f(u)``, given as ``g * exp(-log)``, pulled
         back to u. None where f has no derivative to use.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Activation, Pointwise
+    >>> square = Activation("square", lambda u, xp: (u * u, None), lambda u, g, xp: 2 * u * g)
+    >>> Pointwise(square, np.ones((8, 16))).f.name
+    'square'
     """
 
     __repr__ = one_line
@@ -124,6 +132,14 @@ class Exponential:
         ``(..., m)``: ``-log(m) / 2``, log importance weights and the like.
     paired : bool
         Whether the second half of the columns uses ``-P``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> phi = linattn.feature_maps.PositiveFeatures(8, num_features=16, rng=0)
+    >>> phi.query_spec(np, np.float32, None)
+    Exponential(P=<float32 (8, 16)>, Q=0.3536, col=<float32 (16,)>, paired=False)
     """
 
     __repr__ = one_line
@@ -152,6 +168,14 @@ class Pointwise:
         Added to every feature; only for activations whose log is None.
     factor : float or Array
         Multiplies every feature, or each column, ``(..., m)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> spec = linattn.feature_maps.ReluFeatures().query_spec(np, np.float32, None)
+    >>> spec.f == linattn.typing.RELU, spec.P
+    (True, 1.0)
     """
 
     __repr__ = one_line
@@ -177,6 +201,14 @@ class Opaque:
         ``vjp(tokens, cotangent) -> grad_x``: the cotangents of what ``fn`` returned, a
         ``Features``, pulled back to ``tokens.x``. ``cotangent.values`` is None where the values
         are; ``cotangent.log`` is None where it is zero. None: the map has no gradient.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Features, Opaque, Tokens
+    >>> spec = Opaque(lambda tokens: Features(None, tokens.x**2))
+    >>> spec.fn(Tokens(np.ones((5, 8)), None, 0))
+    Features(log=None, values=<float64 (5, 8)>)
     """
 
     __repr__ = one_line
@@ -211,6 +243,16 @@ class Assigned:
         ``(..., m, d)``: landmark of each column, if keys may also be weighed exactly.
     metric : Array or None
         ``(..., d, d)``: symmetric metric of the distances to landmarks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import linattn
+    >>> query, key, _ = np.random.default_rng(0).standard_normal((3, 50, 8))
+    >>> phi = linattn.feature_maps.LandmarkFeatures.fit(query, key, num_features=16, rng=0)
+    >>> spec = phi.key_spec(np, np.float64, None)
+    >>> spec.P.shape, spec.table.shape
+    ((8, 16), (50, 16))
     """
 
     __repr__ = one_line
@@ -241,6 +283,15 @@ class Normalized:
         ``(..., 1, 1)``.
     tilt : Array
         ``(..., d, 1)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Normalized
+    >>> rng = np.random.default_rng(0)
+    >>> P, tilt = rng.standard_normal((8, 16)), np.zeros((8, 1))
+    >>> Normalized(P, np.zeros(16), np.ones((1, 1)), tilt).power.shape
+    (1, 1)
     """
 
     __repr__ = one_line
@@ -269,6 +320,15 @@ class Affine:
         ``(..., d, 1)``: the log weight of a token is ``(x - shift).weight + offset``.
     offset : Array
         ``(..., 1, 1)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import RELU, Affine, Pointwise
+    >>> shift, weight = np.zeros((1, 8)), np.zeros((8, 1))
+    >>> spec = Affine(Pointwise(RELU, 1.0), shift, 2 * np.eye(8), weight, np.zeros((1, 1)))
+    >>> spec.transform.shape
+    (8, 8)
     """
 
     __repr__ = one_line
@@ -292,6 +352,13 @@ class ColumnNormalized:
     ----------
     spec : Spec
         Spec of the queries; exponential (``values`` None), as the key side is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import ColumnNormalized, Exponential
+    >>> ColumnNormalized(Exponential(np.ones((8, 16)), 0.0, np.zeros(16))).spec.paired
+    False
     """
 
     __repr__ = one_line
@@ -316,6 +383,14 @@ class Corrected:
         ``(..., m)``.
     matrix : Array
         ``(..., m, m + p)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.typing import Corrected, Exponential
+    >>> spec = Exponential(np.ones((8, 16)), 0.0, np.zeros(16))
+    >>> Corrected(spec, np.zeros(16), np.ones((16, 48))).matrix.shape
+    (16, 48)
     """
 
     __repr__ = one_line
@@ -336,6 +411,12 @@ class SeparateDenominator:
     ----------
     spec : Spec
         Spec of the queries, both halves.
+
+    Examples
+    --------
+    >>> from linattn.typing import RELU, Pointwise, SeparateDenominator
+    >>> SeparateDenominator(Pointwise(RELU, 1.0)).spec.f == RELU
+    True
     """
 
     __repr__ = one_line
@@ -351,6 +432,12 @@ class Exact:
     ----------
     scale : float
         Multiplies every logit.
+
+    Examples
+    --------
+    >>> from linattn.typing import Exact
+    >>> Exact(0.125)
+    Exact(scale=0.125)
     """
 
     scale: float
