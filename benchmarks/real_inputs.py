@@ -5,8 +5,9 @@ Each function returns a :class:`Case` of a length; :data:`INPUTS` names them. No
 * "minilm" runs all-MiniLM-L6-v2 on texts if its weights are installed (examples/minilm_model.py
   says how), else takes the shipped long sample, tiled with noise;
 * "whisper" reads queries, keys and values of a speech encoder from the file of arrays that the
-  environment variable ``LINATTN_WHISPER`` names: each ``(heads, 1500, 64)``, whose names begin with
-  q, k and v. Windows on end make it longer, with noise where they are used again;
+  environment variable ``LINATTN_WHISPER`` names: each ``(heads, L, 64)``, whose names begin with q,
+  k and v. ``python -m benchmarks.speech --arrays FILE`` writes one. Windows on end make it longer,
+  with noise where they are used again;
 * photographs and colours are scikit-image's, without its network.
 """
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 import linattn
 
-__all__ = ["INPUTS", "Case", "errors", "text"]
+__all__ = ["INPUTS", "Case", "FilledUp", "errors", "text"]
 
 Floats = NDArray[Any]
 
@@ -72,6 +73,34 @@ def errors(output: Floats, exact: Floats) -> NDArray[np.float64]:
     """Relative error of each head."""
     square = np.sum((output.astype(float) - exact) ** 2, axis=(-2, -1))
     return np.asarray(np.sqrt(square / np.sum(exact.astype(float) ** 2, axis=(-2, -1))))
+
+
+class FilledUp:
+    """`linattn.attention` on short sequences as if they were long, and what its heads took.
+
+    Masked tokens fill a sequence up to a length, so that a call searches for a way that is cheaper
+    than exact attention of this length.
+
+    Attributes
+    ----------
+    heads, exact : int
+        Heads of all calls, and how many of them were exact.
+    """
+
+    def __init__(self, tolerance: float | None, length: int, seed: int) -> None:
+        self.length, self.heads, self.exact = length, 0, 0
+        self._options: Any = {"tolerance": tolerance, "rng": seed, "return_report": True}
+
+    def __call__(self, query: Floats, key: Floats, value: Floats) -> Floats:
+        """Attend."""
+        tokens = key.shape[-2]
+        more = [*[(0, 0)] * (key.ndim - 2), (0, max(0, self.length - tokens)), (0, 0)]
+        filled = [np.pad(x, more) for x in (query, key, value)]
+        mask = np.arange(filled[1].shape[-2]) < tokens
+        output, report = linattn.attention(*filled, key_mask=mask, **self._options)
+        self.heads += report.head_methods.size
+        self.exact += int(np.sum(report.head_methods == "exact"))
+        return np.ascontiguousarray(output[..., :tokens, :])
 
 
 def _case(arrays: list[Floats]) -> Case:
