@@ -67,7 +67,7 @@ def test_any_strength_and_any_size(kind, jump, is_causal, dtype):
     jumps = np.where(np.random.default_rng(5).random(150) < 0.1, jump, 0.0)
     mask = np.ones(150, bool)
     mask[20:70] = mask[100:140] = False  # all near keys of some
-    for name in ("positive", "reparametrized"):
+    for name, window in (("positive", 7), ("reparametrized", 1)):
         out = linattn.linear_attention(
             *(a.astype(dtype) for a in arrays),
             MAPS[name],
@@ -75,13 +75,13 @@ def test_any_strength_and_any_size(kind, jump, is_causal, dtype):
             key_bias=jumps.astype(dtype),
             key_mask=mask,
             log_decay=decay if decay.shape[-1] > 1 else decay[..., 0],
-            exact_window=7,
+            exact_window=window,
             chunk_size=32,
         )
         bias = pairs.dense_decay(decay, 150, is_causal=is_causal) + jumps
         bias = np.where(mask, bias, -np.inf)
         query, key, value = arrays
-        weights = pairs.window_weights(query, key, MAPS[name], 7, is_causal)
+        weights = pairs.window_weights(query, key, MAPS[name], window, is_causal)
         weights = weights * np.exp(bias - bias.max(axis=-1, keepdims=True))
         pairs.check_weights(out, weights, value, pairs.BOUNDS[dtype])
 

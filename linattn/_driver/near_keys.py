@@ -19,6 +19,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
     add_key_blocks,
     block_slices,
+    decay_blocks,
     decay_of_rows,
     in_map_coordinates,
     key_blocks,
@@ -144,27 +145,22 @@ def without_window(problem: Problem) -> Problem | None:
     alone = weights.log_decay is None and sees.ahead
     if exact.clusters is not None and (exact.choice_rows > 1 or not alone):
         return None
-    if sees.query_start and not sees.ahead:
-        stops = np.arange(1, problem.query.shape[-2] + 1) + sees.query_start
+    if not sees.ahead:
+        # The near keys are the last ones that a query sees: it reads the state before them.
+        stops = np.arange(problem.query.shape[-2]) + sees.query_start - 1
         sees = sees._replace(right=None, key_stop=np.clip(stops, 0, problem.key.shape[-2]))
-    return problem.replace(exact=exact._replace(window=None), sees=sees, want_log=True)
-
-
-class _Keys(NamedTuple):
-    """Keys near some rows: ``features * exp(log)`` are their features by the map.
-
-    ``x``: keys as given; ``log_weight``: log weights of keys; ``values_and_one``: ``[v, 1]``.
-    """
-
-    x: Array
-    log_weight: Array
-    features: Array
-    log: Array
-    values_and_one: Array
+        if weights.log_decay is not None:
+            decay = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
+            weights = weights._replace(log_decay=decay)
+    exact = exact._replace(window=None)
+    return problem.replace(exact=exact, sees=sees, weights=weights, want_log=True)
 
 
 class Exchange(NamedTuple):
-    """Turns rows that read all keys by the map into rows of an exact window of one token."""
+    """Turns rows of a problem without its window into rows of an exact window of one token.
+
+    Causal rows have read far keys only, all others the near ones too: those are subtracted.
+    """
 
     problem: Problem
     start: int
@@ -188,52 +184,62 @@ class Exchange(NamedTuple):
 
     def _exchanged(self, rows: slice, part: Partial, is_exact: Any) -> Partial:
         """Exchange the near pairs of one tile of rows; ``part`` has a scale for each row."""
-        problem, xp = self.problem, self.problem.xp
-        query = token_block(problem, "query", rows, self.start)
-        features, log_row = query_features(problem.query_spec, query)
-        features = _weights(features.log, features.values)
-        keys = self._keys(rows)
-        exact, by_map, ratios, values = [], [], [], []
-        for offset in (-1, 0, 1) if problem.sees.ahead else (-1, 0):
-            of = slice(1 + offset, 1 + offset + rows.stop - rows.start)
-            seen, decay = self._seen(rows, offset, is_exact), self._decay(rows, offset)
-            exact.append(self._exact(rows, keys, of) + seen + decay)
-            by_map.append(log_row + keys.log[..., of, :] + seen + decay)
-            ratios.append(xp.sum(features * keys.features[..., of, :], axis=-1, keepdims=True))
-            values.append(keys.values_and_one[..., of, :])
+        problem, xp, n = self.problem, self.problem.xp, rows.stop - rows.start
+        first = rows.start + problem.sees.query_start - 1
+        blocks = first, first + n + 2, 1, self.start, problem.key.shape[-2]
+        tokens, values_and_one = key_blocks(problem, *blocks)
+        log_weight = None if tokens.log_weight is None else tokens.log_weight[..., 0]
+        tokens = Tokens(tokens.x[..., 0, :], log_weight, tokens.start)
+        near = [
+            (slice(1 + i, 1 + i + n), self._seen(rows, i, is_exact) + self._decay(rows, i))
+            for i in ((-1, 0, 1) if problem.sees.ahead else (-1, 0))
+        ]
+        exact = [self._exact(rows, tokens, of) + log for of, log in near]
+        values = [values_and_one[..., of, 0, :] for of, _ in near]
+        if not problem.sees.ahead:
+            top = finite_shift(xp.maximum(*exact), xp)
+            sums = sum(xp.exp(x - top) * v for x, v in zip(exact, values, strict=True))
+            others = Partial(part.num_den, part.log + self._decay_of_far(rows))
+            return _generic.combine(others, Partial(sums, top))
         top = part.log
         for log in exact:
             top = xp.maximum(top, log)
         top = finite_shift(top, xp)
-        num_den, by_map = part.num_den * xp.exp(part.log - top), [xp.exp(x - top) for x in by_map]
+        num_den, sizes, ratios, m = (
+            part.num_den * xp.exp(part.log - top),
+            *self._by_map(rows, tokens, near),
+        )
         share, largest = 0, 0
-        for log, size, ratio, value in zip(exact, by_map, ratios, values, strict=True):
+        for log, by_map, ratio, value in zip(exact, sizes, ratios, values, strict=True):
+            size = xp.exp(by_map - top)
             weight = size * ratio
             num_den = num_den + (xp.exp(log - top) - weight) * value
             share, largest = share + xp.abs(weight), largest + size
-        _check(num_den, share, largest, int(features.shape[-1]), xp)
+        _check(num_den, share, largest, m, xp)
         return Partial(num_den, top)
 
-    def _keys(self, rows: slice) -> _Keys:
-        """Return the n + 2 keys near n rows, from offset -1 of the first to 1 of the last."""
-        problem, first = self.problem, rows.start + self.problem.sees.query_start - 1
-        blocks = first, first + rows.stop - rows.start + 2, 1, self.start
-        tokens, values_and_one = key_blocks(problem, *blocks, problem.key.shape[-2])
-        x, log_weight = tokens.x[..., 0, :], tokens.log_weight
-        log_weight = problem.xp.zeros_like(x[..., :1]) if log_weight is None else log_weight[..., 0]
-        tokens = Tokens(x, log_weight, tokens.start)
+    def _by_map(
+        self, rows: slice, tokens: Tokens, near: list[tuple[slice, Array]]
+    ) -> tuple[list[Array], list[Array], int]:
+        """Return near pairs' weights by the map, as logs of sizes and ratios; and m."""
+        problem, xp = self.problem, self.problem.xp
+        query = token_block(problem, "query", rows, self.start)
+        features, log_row = query_features(problem.query_spec, query)
+        features = _weights(features.log, features.values)
         mapped = row_features(problem.key_spec, in_map_coordinates(problem, "key", tokens))
-        log = problem.xp.max(mapped.log, axis=-1, keepdims=True)
-        weights = _weights(mapped.log - finite_shift(log, problem.xp), mapped.values)
-        return _Keys(x, log_weight, weights, log, values_and_one[..., 0, :])
+        log = xp.max(mapped.log, axis=-1, keepdims=True)
+        keys = _weights(mapped.log - finite_shift(log, xp), mapped.values)
+        sizes = [log_row + log[..., of, :] + hidden for of, hidden in near]
+        ratios = [xp.vecdot(features, keys[..., of, :])[..., None] for of, _ in near]
+        return sizes, ratios, int(features.shape[-1])
 
-    def _exact(self, rows: slice, keys: _Keys, of: slice) -> Array:
+    def _exact(self, rows: slice, keys: Tokens, of: slice) -> Array:
         """Return the exact log weight of query i of ``rows`` with near key ``of.start + i``."""
         problem, xp = self.problem, self.problem.xp
         assert problem.exact.spec is not None
         x = raw_tokens(problem, "query", rows, self.start).x * problem.exact.spec.scale
-        logit = xp.sum(x * keys.x[..., of, :], axis=-1, keepdims=True)
-        return logit + keys.log_weight[..., of, :]
+        logit = xp.vecdot(x, keys.x[..., of, :])[..., None]
+        return logit if keys.log_weight is None else logit + keys.log_weight[..., of, :]
 
     def _seen(self, rows: slice, offset: int, is_exact: Any) -> Array:
         """Return 0 for pairs to exchange at an offset and -inf for others; 0.0 if all are 0.
@@ -260,6 +266,14 @@ class Exchange(NamedTuple):
         if self.problem.weights.log_decay is None or not offset:
             return 0.0
         return self.problem.xp.astype(decay_of_rows(self.problem, rows), self.problem.dtype)
+
+    def _decay_of_far(self, rows: slice) -> Array:
+        """Return the log decay from the last far key of each causal row to the row."""
+        problem, xp = self.problem, self.problem.xp
+        if problem.weights.log_decay is None:
+            return 0.0
+        decay = decay_blocks(problem, rows.start - 1, rows.stop, 1)[..., 0, :]
+        return xp.astype(decay[..., :-1, :] + decay[..., 1:, :], problem.dtype)
 
 
 def _weights(log: Array, values: Array | None) -> Array:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from linattn import _generic
 from linattn._dispatch import BlockFunctions, block_functions
 from linattn._driver.blocks import (
-    add_block,
     add_key_blocks,
     block_slices,
     change_keys,
@@ -51,7 +50,6 @@ __all__ = [
     "Positions",
     "Step",
     "Walk",
-    "add_keys",
     "head_tasks",
     "initial_state",
     "join_tasks",
@@ -244,28 +242,19 @@ def _walk_stops(walk: Walk) -> Iterator[State]:
         if step.num_queries:
             tokens = token_block(part, "query", slice(0, None), start + step.queries.start)
         if not step.num_queries:
-            state = add_keys(problem, functions, step, state, start)
+            keys = problem, state, step.keys, start, walk.block_size, functions
+            state = run_walk(add_key_blocks(*keys), state)
         elif not step.num_keys:
             query_spec, seen = read_spec(problem, state)
             rows = functions.read_block(query_spec, tokens, seen, problem.want_log)
         else:
-            key = token_block(part, "key", slice(0, None), start + step.keys.start)
+            key = key_block(part, slice(0, part.key.shape[-2]), start + step.keys.start)
             values = values_and_one_block(part, slice(0, None))
             rows, state = causal_block(part, functions, tokens, key, values, state)
             state = State(state.kvz, state.log_scale, start + step.keys.stop)
         if step.num_queries:
             walk.write(step.queries, step.queries_of_part(rows))
         yield state
-
-
-def add_keys(
-    problem: Problem, functions: BlockFunctions, step: Step, state: State, start: int
-) -> State:
-    """Return a state with a step's keys added; ``start``: position of the problem's first key."""
-    if not step.num_keys:
-        return state
-    key = token_block(problem, "key", step.keys, start)
-    return add_block(problem, step.keys, key, state, functions)
 
 
 def _walk_two_sided(walk: Walk) -> Iterator[State]:
