@@ -199,8 +199,8 @@ class Exchange(NamedTuple):
         if not problem.sees.ahead:
             top = finite_shift(xp.maximum(*exact), xp)
             sums = sum(xp.exp(x - top) * v for x, v in zip(exact, values, strict=True))
-            others = Partial(part.num_den, part.log + self._decay_of_far(rows))
-            return _generic.combine(others, Partial(sums, top))
+            far_keys = Partial(part.num_den, part.log + self._decay_of_far(rows))
+            return _generic.combine(far_keys, Partial(sums, top))
         top = part.log
         for log in exact:
             top = xp.maximum(top, log)
