@@ -497,7 +497,7 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
     if state_xp is not xp:
         message = (
             f"{name} must come from the array library of the other arguments, got "
-            f"{library_name(state_xp)} and {library_name(xp)}"
+            f"{library_name(state_xp)} and {library_name(xp)}; load_state and init_state take like"
         )
         raise TypeError(message)
     if not (_is_ordinary(like) and _is_ordinary(state.kvz)):

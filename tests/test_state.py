@@ -924,6 +924,8 @@ def test_states_of_another_library():
     ):
         with pytest.raises(TypeError, match="array_api_strict"):
             call()
+    with pytest.raises(TypeError, match="load_state and init_state take like"):
+        read_state(query, other, PHI)
 
 
 @pytest.mark.parametrize(
