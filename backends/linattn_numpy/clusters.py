@@ -27,9 +27,6 @@ from linattn_numpy.tiles import head_tiles
 
 __all__ = ["assign_block", "choose_block", "clusters_block"]
 
-LEAST_SHARE = 4e-18
-"""Smallest score of a column that queries may choose together: below it, rounding decides."""
-
 MIN_REST = 1e-25
 """Sums of columns not chosen, over the largest weight: smaller ones would lose digits."""
 
@@ -54,13 +51,14 @@ def assign_block(
 
 
 def choose_block(
-    query_spec: Spec, tokens: Tokens, state: State, bias: Floats, count: int, rows: int
+    query_spec: Spec,
+    tokens: Tokens,
+    state: State,
+    bias: Floats,
+    count: int,
+    diagonal: tuple[NDArray[np.intp], Floats] | None,
 ) -> tuple[Bools, Partial] | Declined:
-    """Choose columns by the largest log features and bias; read the others of the state.
-
-    Each ``rows`` consecutive queries choose together; each query's weights are divided by its
-    largest.
-    """
+    """Choose columns by the largest log features and bias; read the others of the state."""
     if not isinstance(query_spec, Exponential) or query_spec.paired or np.any(query_spec.Q != 0.0):
         return Declined("features that are not exponentials, or have pairs or a curvature")
     x, P, kvz = tokens.x, query_spec.P, state.kvz
@@ -71,33 +69,29 @@ def choose_block(
         np.broadcast_to((a + query_spec.col)[..., None, :], (*lead, 1, m))
         for a in (bias, state.log_scale)
     )
-    gain = np.where(scale > -np.inf, bias - limits.finite_shift(scale), -np.inf).astype(x.dtype)
-    gain = np.exp(gain - limits.finite_shift(limits.row_max(gain)))
-    chosen = np.empty((*lead, n // rows, m), bool)
+    if diagonal is not None:
+        least = diagonal[1] if tokens.log_weight is None else diagonal[1] - tokens.log_weight
+        column, least = (np.broadcast_to(a, (*lead, n, 1)) for a in (diagonal[0][..., None], least))
+    chosen = np.empty((*lead, n, m), bool)
     num_den, row = np.empty((*lead, n, e), x.dtype), np.empty((*lead, n, 1), x.dtype)
-    most = tuning.CHOICE_TILE_ELEMENTS // (m * rows)
-    for heads, groups in head_tiles(lead, n // rows, most, 1, are_apart=True):
-        tile = groups[-2]
-        of = (*heads, ..., slice(tile.start * rows, tile.stop * rows), slice(None))
+    most = tuning.CHOICE_TILE_ELEMENTS // m
+    for heads, of in head_tiles(lead, n, most, 1, are_apart=True):
         logs = buffer("logs", (*x[of].shape[:-1], m), x.dtype)
         np.matmul(x[of], P[heads], out=logs)
-        if rows == 1:
-            scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, logs.dtype))
-            chosen[groups] = _largest(scores, count)
+        scores = np.add(logs, bias[heads], out=buffer("scores", logs.shape, logs.dtype))
+        if diagonal is not None:
+            raised = np.maximum(np.take_along_axis(scores, column[of], axis=-1), least[of])
+            np.put_along_axis(scores, column[of], raised, axis=-1)
+        chosen[of] = _largest(scores, count)
         logs += scale[heads]
         row[of] = _to_weights(logs)
-        weights = logs.reshape(*logs.shape[:-2], -1, rows, m)
-        if rows > 1:
-            scores = buffer("scores", (*weights.shape[:-2], m), x.dtype)
-            np.multiply(weights.sum(axis=-2, out=scores), gain[heads], out=scores)
-            chosen[groups] = _largest(scores, count, LEAST_SHARE)
-        weights *= ~chosen[groups][..., None, :]
+        logs *= ~chosen[of]
         np.matmul(logs, kvz[heads], out=num_den[of])
         if num_den[of][..., -1].min() < MIN_REST:
             # The others are read on a scale of their own.
             np.matmul(x[of], P[heads], out=logs)
             logs += scale[heads]
-            np.copyto(weights, -np.inf, where=chosen[groups][..., None, :])
+            np.copyto(logs, -np.inf, where=chosen[of])
             row[of] = _to_weights(logs)
             np.matmul(logs, kvz[heads], out=num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
@@ -113,12 +107,12 @@ def _to_weights(logs: Floats) -> Floats:
     return top
 
 
-def _largest(scores: Floats, count: int, least: float = -np.inf) -> Bools:
-    """Mark the ``count`` largest entries of each row, ignoring entries below ``least``."""
+def _largest(scores: Floats, count: int) -> Bools:
+    """Mark the ``count`` largest entries of each row."""
     ordered = buffer("ordered", scores.shape, scores.dtype)
     np.copyto(ordered, scores)
     ordered.partition(scores.shape[-1] - count, axis=-1)
-    return np.asarray(scores >= np.maximum(ordered[..., -count, None], least))
+    return np.asarray(scores >= ordered[..., -count, None])
 
 
 def clusters_block(
@@ -129,10 +123,7 @@ def clusters_block(
     exact_window: int | None,
     part: Partial,
 ) -> Partial | Declined:
-    """Add keys of the clusters that queries of one head have chosen to a partial of the queries.
-
-    Queries that chose together are adjacent, and are gathered as one row.
-    """
+    """Add keys of the clusters that queries of one head have chosen to a partial of the queries."""
     if clusters.key.log_weight is not None:
         return Declined("keys have log weights")
     # The log denominator so far as one more coordinate: weights relative to it are in range.
@@ -143,30 +134,27 @@ def clusters_block(
     key = np.concatenate([clusters.key.x, np.ones_like(clusters.key.x[..., :1])], axis=-1)
     key, values_and_one = np.ascontiguousarray(key.T), clusters.values_and_one
     num_den = part.num_den * np.exp(part.log - log)
-    groups = len(chosen)
-    x, sums_of = x.reshape(groups, -1), num_den.reshape(groups, -1)
     # A row as one element: numbers one by one take three times as long to scatter.
-    whole_rows, rows = _as_elements(sums_of), len(num_den) // groups
-    visits = _visits(chosen, clusters.bounds, rows)
+    whole_rows = _as_elements(num_den)
+    visits = _visits(chosen, clusters.bounds)
     most = max((len(chose) for chose, _ in visits), default=0)
-    pairs = max((rows * len(chose) * (keys.stop - keys.start) for chose, keys in visits), default=0)
+    pairs = max((len(chose) * (keys.stop - keys.start) for chose, keys in visits), default=0)
     scores = buffer("weights", (pairs,), x.dtype)
     queries, sums, added = (
-        buffer(name, (most, of_group.shape[-1]), of_group.dtype)
-        for name, of_group in (("queries", x), ("sums", sums_of), ("added", sums_of))
+        buffer(name, (most, of_rows.shape[-1]), of_rows.dtype)
+        for name, of_rows in (("queries", x), ("sums", num_den), ("added", num_den))
     )
     whole_sums = _as_elements(sums)
     for chose, keys in visits:
         here, number = slice(0, len(chose)), keys.stop - keys.start
         # "clip" checks no index, and so copies once.
-        q = x.take(chose, axis=0, out=queries[here], mode="clip").reshape(-1, key.shape[0])
+        q = x.take(chose, axis=0, out=queries[here], mode="clip")
         weights = scores[: len(q) * number].reshape(-1, number)
         np.matmul(q, key[:, keys], out=weights)
         limits.exp(weights)
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
-        of_rows = added[here].reshape(len(q), -1)
-        np.matmul(weights, values_and_one[keys], out=of_rows)
+        np.matmul(weights, values_and_one[keys], out=added[here])
         whole_rows.take(chose, out=whole_sums[here], mode="clip")
         np.add(sums[here], added[here], out=sums[here])
         whole_rows[chose] = whole_sums[here]
@@ -179,10 +167,8 @@ def _as_elements(x: Floats) -> NDArray[np.void]:
     return x.view(np.dtype((np.void, x.shape[-1] * x.itemsize)))[..., 0]
 
 
-def _visits(
-    chosen: Bools, bounds: NDArray[np.intp], rows: int
-) -> list[tuple[NDArray[np.intp], slice]]:
-    """List for each cluster its keys and the groups of ``rows`` queries that chose it, in parts."""
+def _visits(chosen: Bools, bounds: NDArray[np.intp]) -> list[tuple[NDArray[np.intp], slice]]:
+    """List for each cluster its keys and the queries that chose it, in parts."""
     places, m = np.flatnonzero(chosen), chosen.shape[-1]
     all_rows = places // m
     numbers = places - m * all_rows
@@ -194,7 +180,7 @@ def _visits(
     for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
         if start < stop:
             elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)
-            size = max(1, elements // ((stop - start) * rows))
+            size = max(1, elements // (stop - start))
             for begin in range(first, end, size):
                 visits.append((all_rows[begin : min(begin + size, end)], slice(start, stop)))
     return visits

@@ -65,11 +65,24 @@ class ExactClusters:
     ) -> tuple[NDArray[np.bool_], Partial]:
         """Choose clusters for queries; also return what they read from the state of all others."""
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
-        count, rows = problem.exact.clusters, problem.exact.choice_rows
-        return self.functions.choose_block(problem.query_spec, tokens, state, bias, count, rows)  # type: ignore[no-any-return]
+        args = problem.query_spec, tokens, state, bias, problem.exact.clusters
+        return self.functions.choose_block(*args, self._diagonal(query))  # type: ignore[no-any-return]
+
+    def _diagonal(self, query: Tokens) -> tuple[NDArray[np.intp], NDArray[Any]] | None:
+        """Return the cluster of each query's own key, and its log weight, if they raise scores."""
+        problem, spec = self.problem, self.problem.exact.spec
+        if problem.exact.assigned is None or not problem.exact.assigned.diagonal:
+            return None
+        assert spec is not None
+        rows = slice(query.start, query.start + query.x.shape[-2])
+        key = raw_tokens(problem, "key", rows, 0).x
+        log = _arrays.to_numpy(problem.xp.sum(query.x * key, axis=-1, keepdims=True) * spec.scale)
+        cluster, m = self.of_key[..., rows], problem.num_features
+        log = np.where(cluster[..., None] < m, log, -np.inf)
+        return np.minimum(cluster, m - 1), log
 
     def add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
-        """Add the keys of the chosen clusters, ``(..., n // choice_rows, m)``, to the rest."""
+        """Add the keys of the chosen clusters, ``(..., n, m)``, to the rest."""
         problem, xp = self.problem, self.problem.xp
         if 0 in problem.lead:
             return no_keys_seen(problem, query)
@@ -158,16 +171,19 @@ class AssignedKeys(NamedTuple):
         Added to a query's log features before it chooses clusters.
     state : State
         After all keys.
+    diagonal : bool
+        Whether the weight of a query's own key counts where it chooses clusters; needs L = S.
     """
 
     of_key: NDArray[np.intp]
     bias: Array
     state: State
+    diagonal: bool = False
 
     def of_task(self, task: Index) -> Self:
         """Take a task's share."""
         of_key, bias = (take(x, 1, task) for x in (self.of_key, self.bias))
-        return type(self)(of_key, bias, take_state(self.state, task))
+        return type(self)(of_key, bias, take_state(self.state, task), self.diagonal)
 
 
 def sort_keys(

@@ -143,7 +143,7 @@ def without_window(problem: Problem) -> Problem | None:
     if not known or problem.policy.lazy or 0 in problem.lead:
         return None
     alone = weights.log_decay is None and sees.ahead
-    if exact.clusters is not None and (exact.choice_rows > 1 or not alone):
+    if exact.clusters is not None and not alone:
         return None
     if not sees.ahead:
         # The near keys are the last ones that a query sees: it reads the state before them.

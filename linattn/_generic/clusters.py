@@ -30,10 +30,7 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["assign_block", "choose_block", "clusters_block", "scores_together"]
-
-LEAST_SHARE = 4e-18
-"""Smallest score of a column that queries may choose together: below it, rounding decides."""
+__all__ = ["assign_block", "choose_block", "clusters_block"]
 
 
 def assign_block(
@@ -56,47 +53,38 @@ def assign_block(
 
 
 def choose_block(
-    query_spec: Exponential, tokens: Tokens, state: State, bias: Array, count: int, rows: int
+    query_spec: Exponential,
+    tokens: Tokens,
+    state: State,
+    bias: Array,
+    count: int,
+    diagonal: tuple[NDArray[np.intp], NDArray[Any]] | None,
 ) -> tuple[NDArray[np.bool_], Partial]:
     """Choose for queries the columns with the largest log features and bias; read the others.
 
-    The choice is a mask ``(..., n // rows, m)`` of the ``count`` largest columns, and of columns
-    equal to the last of them. Each ``rows`` consecutive queries choose together
-    (:func:`scores_together`); n is a multiple of ``rows``. O(n m (d + e)) time, O(n m) memory.
+    The choice is a mask ``(..., n, m)`` of the ``count`` largest columns, and of columns equal to
+    the last of them. ``diagonal``: a column for each query, ``(..., n)``, and the least value of
+    its log feature and bias, ``(..., n, 1)``. O(n m (d + e)) time, O(n m) memory.
     """
     features, log_row = query_features(query_spec, tokens)
     xp = namespace(features.log)
-    if rows == 1:
-        scores, least = to_numpy(features.log + bias[..., None, :]), -np.inf
-    else:
-        logs = to_numpy(features.log + state.log_scale[..., None, :])
-        logs = logs.reshape(*logs.shape[:-2], -1, rows, logs.shape[-1])
-        of_column = (to_numpy(x)[..., None, :] for x in (bias, state.log_scale))
-        scores, least = scores_together(logs, *of_column), LEAST_SHARE
+    scores = to_numpy(features.log + bias[..., None, :])
+    if diagonal is not None:
+        column, least = (
+            diagonal[0][..., None],
+            (diagonal[1] - to_numpy(log_row)).astype(scores.dtype),
+        )
+        lead = np.broadcast_shapes(scores.shape[:-2], column.shape[:-2], least.shape[:-2])
+        scores = np.broadcast_to(scores, (*lead, *scores.shape[-2:])).copy()
+        column = np.broadcast_to(column, (*lead, *column.shape[-2:]))
+        raised = np.maximum(np.take_along_axis(scores, column, axis=-1), least)
+        np.put_along_axis(scores, column, raised, axis=-1)
     last = scores.shape[-1] - count
-    last_of_largest = np.partition(scores, last, axis=-1)[..., last, None]
-    chosen = scores >= np.maximum(last_of_largest, least)
-    each = np.repeat(chosen, rows, axis=-2)
-    masked = xp.asarray(each, device=array_api_compat.device(features.log))
+    chosen = scores >= np.partition(scores, last, axis=-1)[..., last, None]
+    masked = xp.asarray(chosen, device=array_api_compat.device(features.log))
     log = xp.where(masked, xp.full_like(features.log, -float("inf")), features.log)
     rest = read(Features(log, None), state)
     return chosen, Partial(rest.num_den, rest.log + log_row)
-
-
-def scores_together(
-    logs: NDArray[Any], bias: NDArray[Any], log_scale: NDArray[Any]
-) -> NDArray[Any]:
-    """Score columns ``(..., m)`` by queries ``(..., r, m)`` that choose together.
-
-    ``logs``: logs of the queries' weights of the columns. Each query's weights are divided by its
-    largest, so that all queries count alike.
-    """
-    top = logs.max(axis=-1, keepdims=True)
-    weights = np.exp(logs - np.where(top == -np.inf, 0, top)).sum(axis=-2)
-    empty = log_scale == -np.inf
-    gain = np.where(empty, -np.inf, bias - np.where(empty, 0, log_scale))
-    top = gain.max(axis=-1, keepdims=True)
-    return np.asarray(weights * np.exp(gain - np.where(top == -np.inf, 0, top)))
 
 
 class Visit(NamedTuple):
@@ -142,7 +130,6 @@ def clusters_block(
 ) -> Partial:
     """Add the keys of the clusters that queries of one head chose to a partial of the queries.
 
-    ``chosen`` is ``(n, m)``, or has one row for each run of queries that choose together.
     Keys in a query's window are left out. ``bias_of`` gives log weights of pairs by the offsets
     j - i of their keys. O(sum of the chosen clusters' sizes (d + e)) time,
     O(n c e) memory for c clusters a query.
@@ -150,7 +137,6 @@ def clusters_block(
     xp = namespace(query.x)
     device = array_api_compat.device(query.x)
     n = query.x.shape[0]
-    chosen = np.repeat(chosen, n // len(chosen), axis=0)
     key, values_and_one = clusters.key, clusters.values_and_one
     if key.log_weight is not None:
         # Backends may take a log weight for a mask.

@@ -83,7 +83,7 @@ def attention(
     .. math::
         o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j + b_j) \, v_j
 
-    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` landmarks or entries,
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` clusters or entries,
     ``s`` scale, ``b`` biases of keys, 0 unless given.
 
     Parameters
@@ -97,7 +97,7 @@ def attention(
     is_causal : bool, optional
         Query i sees keys 0..i only; needs L = S. Default False.
     key_mask : boolean array, (S,) or key.shape[:-1] with axes of 1, optional
-        True = attend. If L = S, queries at masked positions are not used to fit landmarks or to
+        True = attend. If L = S, queries at masked positions are not used to find clusters or to
         estimate the error.
     key_bias : floating array, of the shapes that a mask may have, optional
         b_j, added to the logits of key j. -inf masks a key, but not the query at its position.
@@ -107,9 +107,10 @@ def attention(
     tolerance : float or None, optional
         Largest relative output error of a head, kept with probability 0.95 for each head. A head
         gets exact attention if no cheaper method meets it. Default 0.1. None: take the result of 64
-        landmarks if the sequence is long enough for them to be cheaper; causal attention is exact.
+        clusters, 4 of them exact, if the sequence is long enough for them to be cheaper; causal
+        attention is exact.
     rng : int, Generator, SeedSequence or None, optional
-        Seed of landmarks, or of the coreset, and of the rows held out.
+        Seed of clusters, or of the coreset, and of the rows held out.
     return_report : bool, optional
         Also return an :class:`AttentionReport`. Default False.
 
@@ -121,8 +122,7 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        As :func:`linattn.softmax_attention`. The tolerance or scale is not positive; landmarks are
-        fitted, and unmasked tokens hold NaN or inf.
+        As :func:`linattn.softmax_attention`. The tolerance or scale is not positive.
 
     Warns
     -----
@@ -137,62 +137,71 @@ def attention(
 
     Notes
     -----
-    *Full attention* uses :class:`linattn.feature_maps.LandmarkFeatures` with 128 probes, and up to
-    128 exact clusters (``exact_clusters`` of :func:`linattn.linear_attention`). Without a tolerance
-    it uses no clusters but, if L = S, an exact window of 32 tokens. Landmarks are found from a
-    sample of at most ``max(16 m, 1024)`` keys. Half of a key's odds are proportional to its squared
-    distance to the mean key. All fits of a head use the same probes. Traced arrays cannot be fitted
-    to: they get exact attention.
+    *Full attention* groups the keys of a head into m clusters. Each query attends exactly to the
+    keys of up to 128 exact clusters, and to every other cluster c as one key:
 
-    From 8,192 queries and 512 clusters on, with a tolerance, runs of 8 queries choose their
-    clusters together. Queries are ordered so that similar logits are neighbors; masked queries come
-    last. The score of a cluster for a query is its largest weight through its landmark over the
-    query's largest, times the ranking of ``exact_clusters`` without the query's term, biases
-    included. A run chooses the clusters with the largest sum of scores.
+    .. math::
+        e^{s\, q_i \cdot k_j + b_j} \approx e^{s\, (q_i - \bar q) \cdot K_c}
+        e^{s\, \bar q \cdot k_j + b_j}, \qquad
+        K_c = \frac{\sum_{j \in c} e^{s\, \bar q \cdot k_j + b_j} k_j}
+        {\sum_{j \in c} e^{s\, \bar q \cdot k_j + b_j}}
+
+    with the mean query ``q'``, written with a bar. Nothing changes if one vector is added to all
+    queries and the biases make up for it, or to all keys. Query i chooses the clusters with the
+    largest expected error: the mean weight of a cluster's keys times the root mean square of their
+    logits about the logit of K_c. If L = S, the exact weight of key i counts too: a query whose own
+    key would be missed chooses its cluster.
+
+    Clusters are found from at most 16 m keys: k-means++, then Lloyd steps. Distances are in the
+    covariance of the queries: the variance over queries of the difference of two logits. Half of a
+    key's odds to be drawn are proportional to its squared distance to the mean key. Traced arrays
+    have no values to inspect: they get exact attention.
 
     *Causal attention* is divided into squares. The later half of the queries sees all keys of the
-    earlier half. That square is full attention, with landmarks and exact clusters fitted to the
-    earlier half only. Both halves are divided in the same way, while squares are large enough; the
-    rest near the diagonal is exact. The error of 64 landmarks in the largest square predicts how
-    many entries a coreset needs. If these are few, the head uses :class:`linattn.CoresetAttention`
-    with blocks of max(128, m) tokens. Without a tolerance all heads are exact. Given the chosen
-    methods (which rows of the whole sequence decide), output i depends on no later token.
+    earlier half. That square is full attention, with clusters found from the earlier half only.
+    Both halves are divided in the same way, while squares are large enough; the rest near the
+    diagonal is exact. The error of 64 clusters in the largest square predicts how many entries a
+    coreset needs. If these are few, the head uses :class:`linattn.CoresetAttention` with blocks of
+    max(128, m) tokens. Without a tolerance all heads are exact. Given the chosen methods (which
+    rows of the whole sequence decide), output i depends on no later token.
 
     *Search.* All heads are tried with m = 64, in full attention beyond about 14,000 keys with 128
-    and beyond about 39,000 with 256. The exact rows give the error for every number of exact
-    clusters, and the cheapest number within the tolerance is taken. Errors fall about with the
-    square root of m. So a head may be tried once more, with the power of 2 of the least expected
-    cost, if that is below exact attention. It also needs a squared error that falls 2.75 times as
-    fast with the first clusters as with equally many random keys. Heads with one m run together.
+    and beyond about 39,000 with 256. 64 exact rows give the error for every number of exact
+    clusters. Errors fall about with the square root of m at a given share of exact keys. So a head
+    may be tried once more, with the power of 2 of the least expected cost. If one of the two
+    promises to save a quarter of the time of exact attention, other rows judge it, as many as the
+    tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
 
-    The first trial is made only if a useless one takes at most 0.15 of the time of exact attention
-    (causal: any trial, 0.1 of the time of its square). Shorter sequences get exact attention
-    directly. A head is first judged by 64 rows. It is judged by all the rows that its tolerance
-    needs if the first ones promise to save a quarter, and more landmarks do not promise much more.
-    The squares of a head share its tolerance: their squared errors sum to its square. The final
-    output is judged by other rows, at least twice as many.
+    The first trial is made only if it takes at most 0.15 of the time of exact attention (causal:
+    0.1 of the time of its square). Shorter sequences get exact attention directly. The squares of a
+    head share its tolerance: their squared errors sum to its square. The final output is judged by
+    other rows, at least twice as many.
 
-    *Error.* It is always estimated, from rows of exact attention that were not used in a fit: a
-    32nd of all, at least 64 and at most 256 a head, and up to a quarter if the tolerance needs
-    them. They are drawn with odds ``1 / 2 + l_i / (6 mean l) + s_i / (3 mean s)`` and weighed by
-    the inverse odds. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean
-    query. ``s_i = w_i / (1 + w_i)`` has the weight ``w_i = exp(s q_i.k_i + b_i - found_i)`` of the
-    query's own key over the sum that the first landmarks find for all keys. Without own keys the
-    odds are ``1 / 2 + l_i / (2 mean l)``.
+    *Error.* It is always estimated, from rows of exact attention that no choice of clusters
+    depends on: a 32nd of all, at least 64 and at most 256 a head, and up to a quarter if the
+    tolerance needs them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the
+    inverse odds. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean
+    query.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
-    probability of ``1 - 0.05 / n``. A head may have n trials: a lucky one passes with a probability
-    of 0.05 in all. The bound uses a rule of three: rows that were not drawn count as wrong by the
-    mean output, times 2 for their odds. It may miss rows with larger errors. In full attention the
-    same rows choose the number of exact clusters and judge it.
+    probability of 0.95; the coreset and the squares of a head share the 0.05. The bound uses a rule
+    of three: rows that were not drawn count as wrong by the mean output, times 2 for their odds. It
+    may miss rows with larger errors. In full attention the same rows choose the number of exact
+    clusters and judge it.
 
-    The error of landmarks is a bias and does not average out. Attention without structure
+    The error of clusters is a bias and does not average out. Attention without structure
     (independent Gaussian keys with logits of standard deviation 1 and more) defeats every linear
     method.
 
-    Time O((L + S) (m + p) (d + e)) and memory O(m (d + e)) beyond inputs and outputs, with p
-    probes. For h held-out rows O(h S (d + e)) more time and O(S (e + h)) more memory a head.
-    Held-out rows are computed on the host.
+    Time O((L + S) m (d + e)) and memory O((L + S) (d + e)) a head. For h held-out rows O(h S (d +
+    e)) more time and O(h m e) more memory a head. Clusters and held-out rows are computed on the
+    host.
+
+    References
+    ----------
+    Derived in this project. Drawn keys: Bachem, Lucic, Krause, "Scalable k-Means Clustering via
+    Lightweight Coresets" (2018), section 3; queries in clusters: Vyas et al., "Fast Transformers
+    with Clustered Attention" (2020), section 3.2, whose exact keys are those of most weight.
 
     Examples
     --------
@@ -250,7 +259,7 @@ def _warning(given: Given, heads: list[HeadRecord]) -> str:
         return (
             f"the error{name} is estimated at {errors[worst]:.2g} of the output; errors "
             f"are above {MIN_ERROR_OF_WARNING:g} in {count} of {len(heads)} heads: pass a "
-            f"tolerance, which takes more landmarks, or exact attention where they do not "
+            f"tolerance, which takes more clusters, or exact attention where they do not "
             f"suffice, or use softmax_attention"
         )
     exact = [head for head in heads if not head.num_features]

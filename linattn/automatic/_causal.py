@@ -1,4 +1,4 @@
-"""Causal attention: each head by a coreset, by landmarks in squares, or exactly."""
+"""Causal attention: each head by a coreset, by clusters in squares, or exactly."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from functools import partial
 
 from linattn import _arrays
 from linattn.automatic._costs import (
+    MIN_FEATURES,
     Work,
     coreset_block,
     coreset_work,
     cost_of,
     exact_pairs,
     num_rows_of,
+    rows_limit,
 )
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import Answer, HeadRecord
-from linattn.automatic._search import MIN_FEATURES, PROBABILITY
+from linattn.automatic._search import PROBABILITY
 from linattn.automatic._squares import CausalRows, Squares, squares_of
 from linattn.coreset import CoresetAttention
 from linattn.typing import Array
@@ -30,10 +32,15 @@ MAX_TRIALS = 2
 FRESH_ROWS = 2
 """Number of rows that judge a choice, over the number of rows that made it."""
 
+ROW_LEVEL = 14.8
+"""Number of fresh rows times the squared tolerance, if that is more. If outputs have mean 0, the
+rule of three bounds the squared error by ``2 log(40) / h`` with h rows, half of the squared
+tolerance then: two trials share .05, and a row may have half of the mean odds."""
+
 ENTRIES = (64, 128, 256, 512, 1024)
 
 CORESET_ERROR, EXPONENT = 3.0, 0.35
-"""Error of a coreset over the error of equally many landmarks in the largest square, and the power
+"""Error of a coreset over the error of equally many clusters in the largest square, and the power
 of the number of entries with which it falls at least. Measured: 2.2 to 4.2 for heads of a text
 encoder at 16,384 and 65,536 tokens."""
 
@@ -42,11 +49,11 @@ MARGIN = 1.4
 
 
 def is_worth_a_search(given: Given) -> bool:
-    """Whether a coreset or landmarks may be tried: never without a tolerance.
+    """Whether a coreset or clusters may be tried: never without a tolerance.
 
     Without a check, 64 entries cost a language model .128 nats a token at 2,752 tokens.
     """
-    return given.tolerance is not None and bool(squares_of(given, num_rows_of(given.problem, None)))
+    return given.tolerance is not None and bool(squares_of(given, num_rows_of(given.problem)))
 
 
 def _rows_work(given: Given, num_rows: int) -> Work:
@@ -54,15 +61,15 @@ def _rows_work(given: Given, num_rows: int) -> Work:
 
 
 def attend(given: Given) -> Answer:
-    """Attend with coresets and landmarks if they are cheap and accurate enough, else exactly."""
+    """Attend with coresets and clusters if they are cheap and accurate enough, else exactly."""
     assert given.tolerance is not None
-    num_rows = num_rows_of(given.problem, None)
-    squares = squares_of(given, num_rows)
-    found = Squares(CausalRows(given, num_rows, squares), squares, given.tolerance)
+    wide, num_rows = given.with_bias_in_keys(), num_rows_of(given.problem)
+    squares = squares_of(wide, num_rows)
+    found = Squares(CausalRows(wide, num_rows, squares), squares, given.tolerance)
     # Other rows: errors of what was chosen are too small on the rows that it was chosen by.
-    num_fresh = max(FRESH_ROWS * num_rows, num_rows_of(given.problem, given.tolerance))
-    num_fresh = min(num_fresh, int(given.problem.key.shape[-2]))
-    ways = _Ways(given, CausalRows(given, num_fresh, []))
+    num_fresh = min(int(ROW_LEVEL / given.tolerance**2), rows_limit(given.problem))
+    num_fresh = min(max(FRESH_ROWS * num_rows, num_fresh), int(given.problem.key.shape[-2]))
+    ways = _Ways(given, CausalRows(wide, num_fresh, []))
     rows_work = _rows_work(given, num_rows + num_fresh)
     records = [r._replace(work=r.work.plus(rows_work)) for r in found.records()]
     entries, cost = defaultdict(list), partial(cost_of, problem=given.problem)

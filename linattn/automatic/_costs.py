@@ -11,12 +11,10 @@ from linattn.typing import Problem
 __all__ = [
     "CORESET_BLOCK",
     "FIRST_ROWS",
+    "MAX_FEATURES",
     "MAX_PROMISED",
     "MIN_FEATURES",
-    "PROBES",
-    "WINDOW",
     "Work",
-    "choice_rows_of",
     "coreset_block",
     "coreset_work",
     "cost_of",
@@ -24,36 +22,28 @@ __all__ = [
     "first_features",
     "fit_work",
     "may_be_in_vain",
-    "may_search",
     "num_rows_of",
     "read_work",
-    "window_of",
+    "rows_limit",
 ]
 
-PROBES = 128
-MIN_FEATURES, FEW_KEYS, GROWTH = 64, 8192, 2 / 3
-"""Landmarks of the first trial up to a number of keys, and the power with which they grow."""
+MIN_FEATURES, FEW_KEYS, GROWTH, MAX_FEATURES = 64, 8192, 2 / 3, 2048
+"""Clusters of the first trial up to a number of keys, the power with which they grow, and the most
+clusters of any trial."""
 
-WINDOW = 32
 CORESET_BLOCK = 128
 
 MAX_SEARCH = 0.15
 """Largest cost of a first trial, which may be useless, over the cost of exact attention."""
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
-"""Bounds of the number of exact rows of a head, a 32nd of all."""
+"""Bounds of the number of exact rows of a head, a 32nd of all, if its tolerance needs no more."""
 
 FIRST_ROWS = 64
-"""How many rows judge a head first."""
+"""How many rows judge a trial first."""
 
-ROW_LEVEL, MAX_ROWS = 14.8, 1 / 4
-"""Number of rows times the squared tolerance, and the largest share of all queries. If outputs have
-mean 0, the rule of three bounds the squared error by ``2 log(40) / h`` with h rows. This number
-makes it half of the squared tolerance: two trials share .05, and a row may have half of the mean
-odds. Other outputs need fewer rows."""
-
-VAIN = 1.4
-"""Measured time of a useless search over the counted time of its fits."""
+MAX_ROWS = 1 / 4
+"""Largest share of all queries that judge a head."""
 
 CHOSEN_SIZE = 0.6
 """Mean size of chosen clusters over the mean size of all: queries choose small ones."""
@@ -61,14 +51,8 @@ CHOSEN_SIZE = 0.6
 MAX_PROMISED = 0.75
 """Expected cost over exact attention, up to which a head is judged by all of its rows."""
 
-MIN_SHARED = 512
-"""Number of clusters from which runs of queries choose together."""
-
-SHARED_VISIT = 0.3
-"""Time of a query's visit to a cluster in a run of queries, over the time of a single visit."""
-
-SAMPLED_KEYS, CLUSTER_PASSES = 16, 2
-"""Keys per landmark in a fit, and how many passes over all landmarks they take."""
+SAMPLED_KEYS, CLUSTER_PASSES = 16, 4
+"""Keys per cluster in a fit, and how many passes over all clusters they take."""
 
 
 class Work(NamedTuple):
@@ -79,15 +63,11 @@ class Work(NamedTuple):
     exact : float
         Exact pairs, in blocks of queries by blocks of keys.
     features : float
-        Pairs of a query or key with a landmark, a probe or an entry.
-    near : float
-        Exact pairs in a window.
-    prefixes : float
-        Pairs of a query with a landmark, where each block of a window sums the far keys.
+        Pairs of a query or key with a cluster or an entry.
     gathered : float
         Exact pairs after gathering queries and keys by cluster.
     chosen : float
-        Pairs of a query with a cluster, if each query chooses alone.
+        Pairs of a query with a cluster, if it chooses some.
     distances : float
         Pairs of a sampled key with a centroid.
     streamed : float
@@ -96,23 +76,18 @@ class Work(NamedTuple):
         Number of clustered keys, not pairs: each takes some time.
     visits : float
         Number of clusters that queries visit, not pairs.
-    shared : float
-        Pairs of a query with a cluster, if runs of queries choose together.
     heads : float
         Work done once for a head or for a call, not pairs.
     """
 
     exact: float = 0.0
     features: float = 0.0
-    near: float = 0.0
-    prefixes: float = 0.0
     gathered: float = 0.0
     chosen: float = 0.0
     distances: float = 0.0
     streamed: float = 0.0
     sampled: float = 0.0
     visits: float = 0.0
-    shared: float = 0.0
     heads: float = 0.0
 
     @property
@@ -128,34 +103,28 @@ class Work(NamedTuple):
 FIXED = Work(
     exact=1.0,
     features=1.5,
-    near=1.8,
-    prefixes=4.0,
     gathered=0.9,
     chosen=4.0,
     distances=0.6,
     streamed=1.1,
     sampled=1500.0,
     visits=30.0,
-    shared=0.6,
     heads=1e6,
 )
 OF_WIDTH = Work(
     exact=0.024,
     features=0.022,
-    near=0.043,
-    prefixes=0.1,
     gathered=0.042,
     chosen=0.02,
     distances=0.008,
     streamed=0.026,
     sampled=4.0,
     visits=0.6,
-    shared=0.003,
     heads=0.0,
 )
 """Nanoseconds of each kind on a core of an AMD EPYC: a constant, and a slope in ``d + e``, the
 numbers in a key and its value. Only ratios count. Fitted to calls with (d, e) of (4, 1), (16, 1),
-(32, 32) and (64, 64), and 64 and 256 landmarks. Selection and gathers cost the same at any width,
+(32, 32) and (64, 64), and 64 and 256 clusters. Selection and gathers cost the same at any width,
 so that narrow heads gain less."""
 
 
@@ -166,23 +135,15 @@ def cost_of(work: Work, problem: Problem) -> float:
     return float(sum(map(mul, work, times)) / times[0])
 
 
-def window_of(problem: Problem) -> int:
-    """Return the block length of an exact window of full attention; 0 if it can have none."""
-    return WINDOW if problem.query.shape[-2] == problem.key.shape[-2] else 0
-
-
-def choice_rows_of(problem: Problem, m: int) -> int:
-    """Return how many queries choose among m clusters together: more than 1 for many clusters."""
-    return problem.exact.choice_rows if m >= MIN_SHARED else 1
-
-
-def num_rows_of(problem: Problem, tolerance: float | None) -> int:
-    """Return the number of exact rows that estimate and bound the error of a head."""
+def num_rows_of(problem: Problem) -> int:
+    """Return the least number of exact rows that estimate the error of a head."""
     length = int(problem.query.shape[-2])
-    rows = max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT))
-    if tolerance is not None:
-        rows = max(rows, int(min(ROW_LEVEL / tolerance**2, MAX_ROWS * length)))
-    return min(length, rows)
+    return min(length, max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT)))
+
+
+def rows_limit(problem: Problem) -> int:
+    """Return the largest number of exact rows that bound the error of a head."""
+    return max(num_rows_of(problem), int(MAX_ROWS * problem.query.shape[-2]))
 
 
 def exact_pairs(problem: Problem) -> float:
@@ -191,39 +152,34 @@ def exact_pairs(problem: Problem) -> float:
     return L * (L + 1) / 2 if problem.sees.is_causal else float(L * S)
 
 
-def first_features(problem: Problem, tolerance: float | None) -> int:
-    """Return the number of landmarks of the first trial, a power of 2."""
+def first_features(problem: Problem) -> int:
+    """Return the number of clusters of the first trial, a power of 2."""
     times = max(1.0, problem.key.shape[-2] / FEW_KEYS)
-    return MIN_FEATURES << (0 if tolerance is None else round(GROWTH * log2(times)))
+    return MIN_FEATURES << round(GROWTH * log2(times))
 
 
 def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
-    """Return the work of fitting m landmarks and judging them by some exact rows."""
-    S = problem.key.shape[-2]
+    """Return the work of finding m clusters and judging them by some exact rows."""
+    (S, d), e = problem.key.shape[-2:], problem.value.shape[-1]
     sampled = min(S, max(SAMPLED_KEYS * m, 1024))
     return Work(
-        exact=float((PROBES + num_rows) * S),
-        features=float(S * (m + PROBES) + num_rows * m),
+        exact=float(num_rows * S),
+        # Keys are also sorted, and distances taken along coordinates.
+        features=float(S * (m + 2 * d + e) + num_rows * m),
         distances=float(CLUSTER_PASSES * sampled * m),
         sampled=float(sampled),
         heads=1 + 1 / max(1, prod(problem.lead)),
     )
 
 
-def read_work(problem: Problem, m: int, share: float, window: int) -> Work:
-    """Return the work of attention with m landmarks, a share of exact keys, and a window."""
+def read_work(problem: Problem, m: int, share: float) -> Work:
+    """Return the work of attention with m clusters and a share of exact keys."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
-    alone = choice_rows_of(problem, m) == 1
-    met = float(L * m) if share else 0.0
     return Work(
-        # Without a window keys are where they were judged.
-        features=float(L * m + (S * (m + PROBES) if window else 0)),
-        near=float(L * 3 * window),
-        prefixes=float(L * m) if window else 0.0,
+        features=float(L * m),
         gathered=share * L * S,
-        chosen=met if alone else 0.0,
-        visits=share * L * m / CHOSEN_SIZE * (1 if alone else SHARED_VISIT),
-        shared=0.0 if alone else met,
+        chosen=float(L * m) if share else 0.0,
+        visits=share * L * m / CHOSEN_SIZE,
     )
 
 
@@ -239,13 +195,7 @@ def coreset_work(problem: Problem, m: int) -> Work:
     return Work(streamed=streamed, sampled=L * CORESET_BLOCK / B)
 
 
-def may_search(problem: Problem, first: Work, tolerance: float | None) -> bool:
-    """Whether a first trial may be made; with a tolerance it must be cheap enough to be useless."""
-    most = 1.0 if tolerance is None else MAX_SEARCH
-    return cost_of(first, problem) <= most * exact_pairs(problem)
-
-
 def may_be_in_vain(problem: Problem, m: int) -> bool:
-    """Whether a useless trial of m landmarks, judged by few rows, is cheap enough."""
+    """Whether a useless trial of m clusters, judged by few rows, is cheap enough."""
     first = fit_work(problem, m, FIRST_ROWS)
-    return VAIN * cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem)
+    return cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem)

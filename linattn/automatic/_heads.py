@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
-from numpy.typing import NDArray
 
 from linattn._driver.problem import exact_problem
 from linattn.functional import softmax_attention
@@ -66,6 +65,25 @@ class Given(NamedTuple):
             return self
         return self._of(self.heads(chosen), is_causal=self.problem.sees.is_causal)
 
+    def with_bias_in_keys(self) -> Given:
+        """Append the biases to the keys as a coordinate: ``s q.k + b = s (q, 1).(k, b / s)``."""
+        if self.key_bias is None:
+            return self
+        xp, heads = self.problem.xp, self.heads(range(self.num_heads))
+        query, key, bias = heads.query, heads.key, self.problem.weights.key_bias
+        seen = xp.isfinite(bias)
+        mask = seen[..., 0] if heads.key_mask is None else seen[..., 0] & heads.key_mask
+        bias = xp.where(seen, bias, xp.zeros_like(bias)) / self.scale
+        lead = np.broadcast_shapes(key.shape[:-2], bias.shape[:-2])
+        bias = xp.broadcast_to(xp.astype(bias, key.dtype), (*lead, key.shape[-2], 1))
+        heads = heads._replace(
+            query=xp.concat([query, xp.ones_like(query[..., :1])], axis=-1),
+            key=xp.concat([xp.broadcast_to(key, (*lead, *key.shape[-2:])), bias], axis=-1),
+            key_mask=mask,
+            key_bias=None,
+        )
+        return self._of(heads, is_causal=self.problem.sees.is_causal)
+
     def rectangle(self, rows: slice, keys: slice) -> Given:
         """Return the arguments of full attention of some queries to some keys."""
         query, key, value, mask, bias = self.heads(range(self.num_heads))
@@ -94,14 +112,6 @@ class Given(NamedTuple):
         xp = self.problem.xp
         index = xp.asarray(np.asarray(chosen), device=array_api_compat.device(x))
         return xp.take(xp.reshape(x, (-1, *x.shape[-2:])), index, axis=0)
-
-    def rows_at(self, x: Array, places: NDArray[np.intp]) -> Array:
-        """Take rows of each head, ``(heads, n, .)``, at positions ``(heads, n)``."""
-        xp = self.problem.xp
-        whole = x.shape[-2] * np.arange(len(places))[:, None] + places
-        index = xp.asarray(whole.ravel(), device=array_api_compat.device(x))
-        taken = xp.take(xp.reshape(x, (-1, x.shape[-1])), index, axis=0)
-        return xp.reshape(taken, (*places.shape, x.shape[-1]))
 
     def unravel(self, head: int) -> tuple[int, ...]:
         """Index of a head in the leading axes."""

@@ -21,10 +21,9 @@ class AttentionReport(NamedTuple):
     method : str
         "landmarks" or "coreset", whichever more heads use; "exact" if all heads are exact.
     num_features : int or None
-        Largest number of landmarks, or of entries of a coreset, of any head; None when exact.
+        Largest number of clusters, or of entries of a coreset, of any head; None when exact.
     exact_window : int or None
-        Block length of the exact window, or of the coreset's exact blocks, if any head has them;
-        else None.
+        Block length of the coreset's exact blocks, if any head has them; else None.
     error : ndarray, (...)
         Estimated relative output error of each head, from held-out exact rows; 0 when exact.
     cost : float
@@ -34,13 +33,13 @@ class AttentionReport(NamedTuple):
     head_methods : ndarray of str, (...)
         Method of each head.
     head_features : ndarray of int, (...)
-        Landmarks or entries of each head; 0 when exact.
+        Clusters or entries of each head; 0 when exact.
     head_clusters : ndarray of int, (...)
-        Clusters of keys that each query of a head attends to exactly; 0 for none.
+        Clusters whose keys each query of a head attends to exactly; 0 for none.
     head_pairs : ndarray, (...)
         Pairs computed for each head, fitting and exact rows included.
     head_windows : ndarray of int, (...)
-        Block length of the exact window of each head, or of its coreset's exact blocks; 0 for none.
+        Block length of the exact blocks of each head's coreset; 0 for none.
 
     Examples
     --------
@@ -83,7 +82,7 @@ class HeadRecord(NamedTuple):
     clusters : int
         Number of exact clusters.
     window : int
-        Block length of the exact window, 0 for none.
+        Block length of a coreset's exact blocks, 0 for none.
     error, bound : float
         Estimated relative error, and its upper bound; for an exact head from its last trial.
     work : Work

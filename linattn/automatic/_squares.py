@@ -1,7 +1,7 @@
 """Causal attention in squares: later half of the queries by earlier half of the keys, recursively.
 
-Each query of a square sees all of its keys, so that a square is full attention, with landmarks.
-They are fitted to keys and queries before the queries of the square: no output depends on a later
+Each query of a square sees all of its keys, so that a square is full attention, with clusters.
+They are found from keys and queries before the queries of the square: no output depends on a later
 token. The rest near the diagonal is exact. Letters: ``h`` rows, ``n`` segments, ``e`` value dim.
 """
 
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays
-from linattn.automatic._costs import Work, cost_of, exact_pairs, fit_work
-from linattn.automatic._curves import ErrorCurve
-from linattn.automatic._full import Search
+from linattn.automatic._costs import MIN_FEATURES, Work, cost_of, exact_pairs, fit_work
+from linattn.automatic._full import groups_of, record_of
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import HeadRecord
-from linattn.automatic._search import MIN_FEATURES, Found, choose_landmarks
+from linattn.automatic._search import PROBABILITY, Choice, Searcher
 from linattn.automatic._tokens import Head, HostTokens, query_mask_of
-from linattn.feature_maps import LandmarkFeatures
 from linattn.merging import merge_outputs
 from linattn.typing import Array
 
 __all__ = ["CausalRows", "Square", "Squares", "squares_of"]
 
 Floats = NDArray[Any]
+
+MAX_FITS = 2
+"""Trials of a head in a square, which share the probability to fail with other squares."""
 
 MAX_FIT = 0.1
 """Largest cost of a fit, which may be useless, over the cost of the exact square."""
@@ -53,7 +53,7 @@ class Square(NamedTuple):
 
 
 def squares_of(given: Given, num_rows: int) -> list[Square]:
-    """Return the squares in which landmarks may be tried, largest first."""
+    """Return the squares in which clusters may be tried, largest first."""
     found: list[Square] = []
     length = int(given.problem.key.shape[-2])
     ends = [(0, length)] if length else []
@@ -76,23 +76,23 @@ class CausalRows:
 
     def __init__(self, given: Given, num_rows: int, squares: Sequence[Square]) -> None:
         mask = query_mask_of(given.problem, given.key_mask)
-        self.given = given
-        self.tokens = HostTokens(given.problem, mask, num_rows, given.generator, held_out=False)
+        self.given, self._num_rows = given, num_rows
+        self.tokens = HostTokens(given.problem, mask, given.generator)
         length = int(given.problem.key.shape[-2])
-        # Held-out rows too: none of a square is before it, and which they are, later tokens decide.
-        valid = np.ones(1, bool) if mask is None else _arrays.to_numpy(mask)
-        self.fitted = np.broadcast_to(valid, (*valid.shape[:-1], length))
         self._borders = sorted({0, length, *(x for square in squares for x in square)})
         self._sums = {
-            index: _sums_by_segment(self.tokens.head(index), self._borders, given.scale)
+            index: _sums_by_segment(self._head(index), self._borders, given.scale)
             for index in self.tokens
         }
+
+    def _head(self, index: tuple[int, ...]) -> Head:
+        return self.tokens.head(index, self._num_rows)
 
     def judge(
         self, index: tuple[int, ...], output: Floats, probability: float
     ) -> tuple[float, float]:
         """Return error and bound of the output of a head, ``(L, e)``."""
-        head, exact = self.tokens.head(index), self._exact(index)
+        head, exact = self._head(index), self._exact(index)
         squares = np.sum((output[head.rows].astype(np.float64) - exact) ** 2, axis=-1)
         units = np.sum(exact**2, axis=-1)
         error, _ = head.error_and_bound(squares, units, probability)
@@ -112,19 +112,19 @@ class CausalRows:
         chance, and must not make a head seem accurate.
         """
         units: NDArray[np.float64] = np.sum(self._exact(index) ** 2, axis=-1)
-        if self.tokens.head(index).all_rows:
+        if self._head(index).all_rows:
             return units
         units = np.minimum(units, MAX_UNIT * np.median(units))
         return units
 
     def count(self, square: Square) -> int:
         """Return the largest number of rows of any head in a square."""
-        rows = (self.tokens.head(index).rows for index in self.tokens)
+        rows = (self._head(index).rows for index in self.tokens)
         return max(int(np.sum((r >= square.middle) & (r < square.stop))) for r in rows)
 
     def of_square(self, index: tuple[int, ...], square: Square) -> Head:
         """Return the rows of a head in a square, with the sums of all exact keys."""
-        whole = self.tokens.head(index)
+        whole = self._head(index)
         sums, log = self._sums[index]
         inside = (whole.rows >= square.middle) & (whole.rows < square.stop)
         keys = slice(*np.searchsorted(whole.positions, (square.start, square.middle)))
@@ -139,7 +139,6 @@ class CausalRows:
             positions=whole.positions[keys] - square.start,
             key=whole.key[keys],
             values_and_one=whole.values_and_one[keys],
-            key_bias=None if whole.key_bias is None else whole.key_bias[keys],
             row_weights=weights,
             beside=(sums[outside].sum(axis=0)[inside], log[inside]),
             elsewhere=self._units(index)[~inside],
@@ -169,8 +168,6 @@ def _sums_by_segment(head: Head, borders: Sequence[int], scale: float) -> tuple[
             if keys.stop <= first:
                 continue
             logits = (scale * head.query[rows]) @ head.key[keys].T
-            if head.key_bias is not None:
-                logits += head.key_bias[keys]
             near = int(np.searchsorted(head.positions[keys], head.rows[rows][0], side="right"))
             hidden = head.positions[keys][near:] > head.rows[rows][:, None]
             logits[:, near:][hidden] = -np.inf
@@ -187,46 +184,39 @@ class _SquareTokens:
 
     def __init__(self, rows: CausalRows, square: Square) -> None:
         self._rows, self._square = rows, square
-        self.fitted = rows.fitted[..., square.start : square.middle]
 
-    def head(self, index: tuple[int, ...]) -> Head:
-        """Return the tokens of a head."""
+    def head(self, index: tuple[int, ...], num_rows: int) -> Head:
+        """Return the tokens of a head, with all rows of the square."""
         return self._rows.of_square(index, self._square)
 
+    def queries(self, index: tuple[int, ...]) -> Floats:
+        """Return the queries before those of the square: an output must not depend on others."""
+        return self._rows.tokens.queries(index, slice(self._square.start, self._square.middle))
 
-class _SquareSearch(Search):
-    """Search for the landmarks of one square."""
+
+class _SquareSearch(Searcher):
+    """Search for the clusters of one square."""
 
     def __init__(self, rows: CausalRows, square: Square, parts: int) -> None:
-        earlier = slice(square.start, square.middle)
-        super().__init__(
-            _rectangle(rows.given, square),
-            _SquareTokens(rows, square),
-            parts=parts,
-            earlier=rows.given.rectangle(earlier, earlier),
-        )
-        self.square = square
+        self.given, self.square = _rectangle(rows.given, square), square
         self.num_rows = rows.count(square)
-        self._first = super().try_landmarks(MIN_FEATURES, range(self.given.num_heads))
+        super().__init__(
+            self.given.problem,
+            rows.given.scale,
+            _SquareTokens(rows, square),
+            rows.given.generator,
+            1 - (1 - PROBABILITY) / (MAX_FITS * parts),
+            fixed_rows=self.num_rows,
+        )
+        self.first = [self.trial(index, MIN_FEATURES, self.num_rows) for index in rows.tokens]
 
-    @property
-    def first_curves(self) -> list[ErrorCurve]:
-        """Return the error curves of all heads with the fewest landmarks."""
-        return self._first[1]
-
-    def try_landmarks(
-        self, m: int, chosen: Sequence[int]
-    ) -> tuple[LandmarkFeatures, list[ErrorCurve]]:
-        """Fit m landmarks to some heads, and judge them."""
-        return self._first if m == MIN_FEATURES else super().try_landmarks(m, chosen)
-
-
-def _max_features(search: _SquareSearch) -> int:
-    m, problem = MIN_FEATURES, search.given.problem
-    most = MAX_FIT * exact_pairs(problem)
-    while cost_of(fit_work(problem, 2 * m, search.num_rows), problem) <= most:
-        m *= 2
-    return m
+    def choose_all(self, tolerances: Sequence[float]) -> list[Choice]:
+        """Choose a method for each head."""
+        m, most = MIN_FEATURES, MAX_FIT * exact_pairs(self.problem)
+        while cost_of(fit_work(self.problem, 2 * m, self.num_rows), self.problem) <= most:
+            m *= 2
+        heads = zip(np.ndindex(self.problem.lead), tolerances, self.first, strict=True)
+        return [self.choose(index, tolerance, first, m) for index, tolerance, first in heads]
 
 
 def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[np.float64]:
@@ -249,39 +239,32 @@ def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[n
 
 
 class Squares:
-    """Landmarks of all squares, with the number that each head needs."""
+    """Clusters of all squares, as many as each head needs."""
 
     def __init__(self, rows: CausalRows, squares: Sequence[Square], tolerance: float) -> None:
         self._given = rows.given
         searches = [_SquareSearch(rows, square, len(squares)) for square in squares]
-        bounds = np.array([[c.bound[0, 0] for c in search.first_curves] for search in searches])
-        self.first_error = np.array([float(c.error[0, 0]) for c in searches[0].first_curves])
-        """Error of each head with the fewest landmarks in the largest square, the rest exact."""
+        bounds = np.array([[x.curve.bound[0] for x in search.first] for search in searches])
+        self.first_error = np.array([float(x.curve.error[0]) for x in searches[0].first])
+        """Error of each head with the fewest clusters in the largest square, the rest exact."""
         self.first_work = Work()
         for search in searches:
-            first = fit_work(search.given.problem, MIN_FEATURES, search.num_rows)
+            first = fit_work(search.problem, MIN_FEATURES, search.num_rows)
             self.first_work = self.first_work.plus(first)
         sizes = np.array([float(square.middle - square.start) for square in squares])
         tolerance *= AIM
         allowed = [_allowed_errors(b, sizes, tolerance) for b in bounds.T]
-        self._found: dict[tuple[int, int], tuple[_SquareSearch, Found]] = {}
-        for search, tolerances in zip(searches, np.array(allowed).T.tolist(), strict=True):
-            found = choose_landmarks(
-                search.given.problem,
-                rows.given.num_heads,
-                tolerances,
-                search.num_rows,
-                search.try_landmarks,
-                max_features=_max_features(search),
-            )
-            self._found[search.square.start, search.square.stop] = search, found
+        self._found = {
+            search.square: (search.given, search.choose_all(tolerances))
+            for search, tolerances in zip(searches, np.array(allowed).T.tolist(), strict=True)
+        }
 
     def records(self) -> list[HeadRecord]:
         """Return a record for each head, before attending."""
         rest = exact_pairs(self._given.problem)
-        for search, _ in self._found.values():
-            rest -= exact_pairs(search.given.problem)
-        of_squares = [search.records(found) for search, found in self._found.values()]
+        for given, _ in self._found.values():
+            rest -= exact_pairs(given.problem)
+        of_squares = [[record_of(x) for x in choices] for _, choices in self._found.values()]
         records = []
         for parts in zip(*of_squares, strict=True):
             work = Work(exact=rest)
@@ -301,7 +284,7 @@ class Squares:
         return records
 
     def attend(self, heads: Sequence[int]) -> Array:
-        """Attend to some heads with the chosen landmarks."""
+        """Attend to some heads with the chosen clusters."""
         given = self._given.only(heads)
         return self._triangle(given, heads, 0, int(given.problem.key.shape[-2]))[0]
 
@@ -309,20 +292,23 @@ class Squares:
         self, given: Given, heads: Sequence[int], start: int, stop: int
     ) -> tuple[Array, Array]:
         """Return causal attention of some tokens to themselves, and its log normalizer."""
-        if (start, stop) not in self._found:
+        options: Any = {"return_log_normalizer": True}
+        square = Square(start, (start + stop) // 2, stop)
+        if square not in self._found:
             rows = slice(start, stop)
-            options = {"is_causal": True, "return_log_normalizer": True}
             whole: tuple[Array, Array] = given.rectangle(rows, rows).exact(
-                range(len(heads)), **options
+                range(len(heads)), is_causal=True, **options
             )
             return whole
-        search, found = self._found[start, stop]
-        middle = search.square.middle
-        groups = search.groups(found, heads, return_log_normalizer=True)
+        rectangle, choices = self._found[square]
+        groups = groups_of(rectangle, choices, heads, **options)
+        exact = [head for head in heads if choices[head].level < 0]
+        if exact:
+            groups.append((exact, rectangle.exact(exact, **options)))
         output = join_heads(given, [(part, pair[0]) for part, pair in groups])
         log = join_heads(given, [(part, pair[1][..., None]) for part, pair in groups])
-        earlier = self._triangle(given, heads, start, middle)
-        later = self._triangle(given, heads, middle, stop)
+        earlier = self._triangle(given, heads, start, square.middle)
+        later = self._triangle(given, heads, square.middle, stop)
         later = merge_outputs([(output, log[..., 0]), later])
         xp = given.problem.xp
         return (

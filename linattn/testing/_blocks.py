@@ -283,17 +283,23 @@ def _cluster_arguments(
     one_head, earlier = np.ones((2, len(order), VALUE_DIM + 1)), rng.standard_normal((7, DIM))
     one_head[..., :-1] = rng.standard_normal((2, len(order), VALUE_DIM))
     spec, queries = Exact(0.4), Tokens(few, None, 0)
-    # Queries that choose together.
-    rows = int(rng.choice([rows for rows in (1, 2, 5) if n % rows == 0]))
+    diagonal = rng.integers(FEATURES, size=n), rng.standard_normal((n, 1))
     return {
         "assign_block": (pair.key, key, values, state),
-        "choose_block": (pair.query, query, state, bias, count, rows),
+        "choose_block": (
+            pair.query,
+            query,
+            state,
+            bias,
+            count,
+            diagonal if rng.integers(2) else None,
+        ),
         "clusters_block": (
             spec,
             queries,
-            rng.random((n // rows, FEATURES)) < 0.3,
+            rng.random((n, FEATURES)) < 0.3,
             Clusters(Tokens(x, None, 0), one_head[0], bounds, positions[order]),
-            None if rows > 1 or rng.integers(2) else 4,
+            None if rng.integers(2) else 4,
             _generic.exact_block(spec, queries, Tokens(earlier, None, 0), one_head[1, :7]),
         ),
     }

@@ -261,12 +261,17 @@ class BlockTier(Protocol):
 
     @staticmethod
     def choose_block(
-        query_spec: Spec, tokens: Tokens, state: State, bias: Array, count: int, rows: int
+        query_spec: Spec,
+        tokens: Tokens,
+        state: State,
+        bias: Array,
+        count: int,
+        diagonal: tuple[Array, Array] | None,
     ) -> tuple[Array, Partial] | Declined:
         """Choose columns by the largest log features and bias; read the others of the state.
 
-        The chosen columns are a mask ``(..., n // rows, m)`` on the host: each ``rows``
-        consecutive queries choose together. Each query's weights are divided by its largest.
+        The chosen columns are a mask ``(..., n, m)`` on the host. ``diagonal``, also there: a
+        column for each query, ``(..., n)``, and the least value of its log feature and bias.
         """
         ...
 
@@ -281,8 +286,8 @@ class BlockTier(Protocol):
     ) -> Partial | Declined:
         """Add the keys of the clusters that queries ``(n, d)`` chose to the queries' partial.
 
-        ``chosen`` has a row for each run of queries that chose together. Keys in the block of
-        ``exact_window`` tokens of a query, or in a block beside it, are left out.
+        Keys in the block of ``exact_window`` tokens of a query, or in a block beside it, are left
+        out.
         """
         ...
 

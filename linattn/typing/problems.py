@@ -169,9 +169,6 @@ class ExactKeys(NamedTuple):
         Spec of the exact weights; None if no key is exact.
     assigned : AssignedKeys or None
         Clusters of the keys and the state after them, where they are known.
-    choice_rows : int
-        Consecutive queries that choose clusters together; how many queries there are, and how many
-        a block has, is a multiple. 1 beside a window.
     sinks : int
         First keys that are exact beside a window; in softmax attention they are seen outside of it.
 
@@ -186,7 +183,6 @@ class ExactKeys(NamedTuple):
     clusters: int | None = None
     spec: Exact | None = None
     assigned: Any = None
-    choice_rows: int = 1
     sinks: int = 0
 
     def __repr__(self) -> str:
