@@ -85,21 +85,36 @@ class FilledUp:
     ----------
     heads, exact : int
         Heads of all calls, and how many of them were exact.
+    report : AttentionReport
+        Of the last call.
     """
+
+    report: linattn.automatic.AttentionReport
 
     def __init__(self, tolerance: float | None, length: int, seed: int) -> None:
         self.length, self.heads, self.exact = length, 0, 0
         self._options: Any = {"tolerance": tolerance, "rng": seed, "return_report": True}
 
-    def __call__(self, query: Floats, key: Floats, value: Floats) -> Floats:
+    def __call__(
+        self,
+        query: Floats,
+        key: Floats,
+        value: Floats,
+        *,
+        key_bias: Floats | None = None,
+        scale: float | None = None,
+    ) -> Floats:
         """Attend."""
         tokens = key.shape[-2]
-        more = [*[(0, 0)] * (key.ndim - 2), (0, max(0, self.length - tokens)), (0, 0)]
-        filled = [np.pad(x, more) for x in (query, key, value)]
-        mask = np.arange(filled[1].shape[-2]) < tokens
-        output, report = linattn.attention(*filled, key_mask=mask, **self._options)
-        self.heads += report.head_methods.size
-        self.exact += int(np.sum(report.head_methods == "exact"))
+        more = (0, max(0, self.length - tokens))
+        none = [(0, 0)] * (key.ndim - 2)
+        filled = [np.pad(x, [*none, more, (0, 0)]) for x in (query, key, value)]
+        options = self._options | {"key_mask": np.arange(tokens + more[1]) < tokens, "scale": scale}
+        if key_bias is not None:
+            options["key_bias"] = np.pad(key_bias, [*none, more])
+        output, self.report = linattn.attention(*filled, **options)
+        self.heads += self.report.head_methods.size
+        self.exact += int(np.sum(self.report.head_methods == "exact"))
         return np.ascontiguousarray(output[..., :tokens, :])
 
 
@@ -179,19 +194,20 @@ def colours(length: int, seed: int = 0) -> list[Case]:
     return cases
 
 
-def delays(length: int, seed: int = 0) -> list[Case]:
-    """Kernel regression of the next value of Lorenz' attractor on the 8 before it, with noise."""
+def delays(length: int, seed: int = 0, before: int = 8, after: int = 1) -> list[Case]:
+    """Kernel regression of the next values of Lorenz' attractor on those before, with noise."""
     position, path = np.ones(3), []
-    for _ in range(length + 8):
+    for _ in range(length + before + after - 1):
         for _ in range(5):
             x, y, z = position
             step = np.array([10 * (y - x), x * (28 - z) - y, x * y - 8 * z / 3])
             position = position + 0.01 * step
         path.append(position[0])
     rng = np.random.default_rng(seed + 3)
-    series = np.array(path) / 8 + 0.1 * rng.standard_normal(length + 8)
-    before = sliding_window_view(series[:-1], 8)[None, :length]
-    return [_mean_shift(before, series[None, 8:, None], 1 / (0.5 * 2**0.5))]
+    series = np.array(path) / 8 + 0.1 * rng.standard_normal(len(path))
+    points = sliding_window_view(series[:-after], before)[None, :length]
+    values = sliding_window_view(series[before:], after)[None, :length]
+    return [_mean_shift(points, values, 2 / before**0.5)]
 
 
 def heavy_tails(length: int, seed: int = 0) -> list[Case]:
