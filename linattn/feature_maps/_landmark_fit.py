@@ -145,53 +145,6 @@ def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> 
     return Sample(taken, valid)
 
 
-def _draw_by_distance(given: Inputs, noise: Floats) -> Sample | None:
-    """Take one key from each of ``len(noise)`` strata of equal odds; None where they are few.
-
-    Half of a key's odds are equal for all keys. The other half is proportional to its squared
-    distance to the mean of its head. So rare keys that many queries attend to are drawn whatever
-    the noise. Odds have mean 1. A key with odds o has weight 1 / o, and is drawn more than once if
-    o is large.
-
-    References
-    ----------
-    Bachem, Lucic, Krause, "Scalable k-Means Clustering via Lightweight Coresets" (2018), section 3.
-    """
-    x, C = _arrays.to_numpy(given.key), len(noise)
-    x = x.astype(_host_dtype(given.key, given.xp), copy=False)
-    counts, bias = np.ones(1, bool), np.zeros(1, x.dtype)
-    if given.key_mask is not None:
-        counts = _arrays.to_numpy(given.key_mask)[..., 0]
-    if given.key_bias is not None:
-        bias = _arrays.to_numpy(given.key_bias)[..., 0]
-    counts, bias = (np.broadcast_to(a, x.shape[:-1]) for a in (counts, bias))
-    if np.min(np.count_nonzero(counts, axis=-1)) <= C:
-        return None
-    taken = np.empty((*x.shape[:-2], C, x.shape[-1]), x.dtype)
-    log_weight = np.empty(taken.shape[:-1], x.dtype)
-    for head in np.ndindex(x.shape[:-2]):
-        odds = _odds(x[head], counts[head])
-        ends = np.cumsum(odds, dtype=np.float64)
-        strata = (np.arange(C) + noise) * (ends[-1] / C)
-        last = np.flatnonzero(counts[head])[-1]
-        chosen = np.minimum(np.searchsorted(ends, strata, side="right"), last)
-        taken[head] = x[head].take(chosen, axis=0)
-        # Weights are squared.
-        log_weight[head] = bias[head][chosen] - np.log(odds[chosen]) / 2
-    return Sample(taken, np.ones(C, bool), log_weight)
-
-
-def _odds(x: NDArray[Any], counts: NDArray[np.bool_]) -> NDArray[Any]:
-    """Odds of tokens to be drawn, 1 in the mean of those that count, 0 of others."""
-    share = (counts / np.count_nonzero(counts)).astype(x.dtype)
-    apart = x if counts.all() else np.where(counts[:, None], x, 0)
-    apart = apart - share @ apart
-    apart /= np.abs(apart).max() or 1
-    square = np.vecdot(apart, apart)
-    mean = share @ square
-    return np.where(counts, (1 + square / mean) / 2 if mean > 0 else 1, 0).astype(x.dtype)
-
-
 def _host_dtype(x: Array, xp: ModuleType) -> Any:
     return np.float64 if x.dtype == xp.float64 else np.float32
 
@@ -308,17 +261,13 @@ def take_inputs(
     return Inputs(xp, dtype, scale, query, key, query_mask, key_mask, key_bias)
 
 
-def draw_samples(
-    given: Inputs, key_strata: Floats, query_strata: Floats, *, by_distance: bool = False
-) -> tuple[Sample, Sample]:
+def draw_samples(given: Inputs, key_strata: Floats, query_strata: Floats) -> tuple[Sample, Sample]:
     """Sample keys and queries, one from each stratum."""
-    keys = _draw_by_distance(given, key_strata) if by_distance else None
-    if keys is None:
-        keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
-        if given.key_bias is not None:
-            bias = given.xp.broadcast_to(given.key_bias, (*given.key.shape[:-1], 1))
-            drawn = draw_sample(bias, given.key_mask, key_strata, given.xp)
-            keys = keys._replace(log_weight=drawn.x[..., 0])
+    keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
+    if given.key_bias is not None:
+        bias = given.xp.broadcast_to(given.key_bias, (*given.key.shape[:-1], 1))
+        drawn = draw_sample(bias, given.key_mask, key_strata, given.xp)
+        keys = keys._replace(log_weight=drawn.x[..., 0])
     queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
     _check_finite(bool(np.isfinite(queries.x).all() and np.isfinite(keys.x).all()))
     return keys, queries

@@ -316,10 +316,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         *,
         lloyd_steps: int,
         corrected: bool = False,
-        by_distance: bool = False,
-        known: Self | None = None,
     ) -> Self:
-        """Fit, to keys sampled by their distance or not; ``known`` has probes of the same heads."""
+        """Fit to checked arguments."""
         size = sample_size(m)
         # As many numbers for every length, so that padding changes none of them.
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
@@ -327,15 +325,10 @@ class LandmarkFeatures(SoftmaxKernelMap):
         given = compute_rows(given, max(size, p), generator)
 
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys, queries = draw_samples(
-                given, key_strata[:size], query_strata, by_distance=by_distance
-            )
-            if known is None:
-                sample = stratified_subset(queries, p, query_order)
-                lognorm, probes = probe_normalizers(given, sample), sample.x
-                metric = query_metric(queries)
-            else:
-                probes, lognorm, metric = known.probes, known.log_normalizers, known.metric
+            keys, queries = draw_samples(given, key_strata[:size], query_strata)
+            sample = stratified_subset(queries, p, query_order)
+            lognorm, probes = probe_normalizers(given, sample), sample.x
+            metric = query_metric(queries)
             landmarks, used = clusters(
                 given.scale * probes, lognorm, keys, metric, gumbel, m=m, steps=lloyd_steps
             )
