@@ -122,7 +122,9 @@ def agree(first, second, tolerance=1e-11):
 def test_exponential_branches_equal_the_generic_code(name, is_causal, scale, calls):
     both(inputs(scale=scale), EXPONENTIAL[name], 1e-10, is_causal=is_causal)
     if scale == 1:
-        assert calls["generic"] == calls["stabilized"] == 0 < calls["unshifted"]
+        assert calls["generic"] == 0 < calls["unshifted"]
+        # The row terms of this one are far apart.
+        assert (calls["stabilized"] > 0) == (is_causal and name == "dense")
     elif name != "hedgehog":
         assert calls["stabilized"] > 0
 
@@ -456,7 +458,7 @@ def test_small_features_of_queries(below, size, is_causal):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e5])
-@pytest.mark.parametrize("gap", [30, 60, 68, 76, 84, 88, 90, 92, 94, 96])
+@pytest.mark.parametrize("gap", [15, 25, 60, 76, 84, 88, 90, 92, 94, 96])
 @pytest.mark.parametrize("exponent", [0, 25], ids=["unshifted", "stabilized"])
 def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls):
     """On the scale of those keys their denominators, and what is over these, leave float32."""
@@ -471,8 +473,8 @@ def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls
     options = {"is_causal": True}
     got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
     if exponent:
-        # The least accepted denominator is that of a row some 65 below.
-        assert (calls["by token"] > 0) == (gap > 65)
+        # The least accepted denominator is that of a row some 20 below.
+        assert (calls["by token"] > 0) == (gap > 20)
     with linattn.without_backends():
         doubles = [a.astype(np.float64) for a in arrays]
         want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])

@@ -20,7 +20,7 @@ from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import exponents, log_features
 from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
-from linattn_numpy.states import add_sums
+from linattn_numpy.states import add_sums, by_feature
 
 __all__ = ["exact_vjp", "read_block_vjp", "reduce_block_vjp"]
 
@@ -46,7 +46,7 @@ def read_block_vjp(
     """Return the gradient of queries that read a state, and the adjoint with these queries."""
     if not has_vjp(query_spec):
         return NO_VJP
-    kvz, loss = state.kvz, 1.0
+    kvz, least, floor = state.kvz, 0.0, limits.floor_of(state.kvz.dtype)
     features = unshifted_features(query_spec, tokens, "query")
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
@@ -55,18 +55,20 @@ def read_block_vjp(
         log_scale, max_weight = features.col - top, np.exp(features.max_log)
         weights = features.weights
     elif isinstance(query_spec, Exponential):
+        state = by_feature(state)
         offsets = (state.log_scale + query_spec.col)[..., None, :]
         weights = exponents(query_spec, tokens.x, offsets, "query")
         weights -= limits.finite_shift(limits.row_max(weights))
-        weights = limits.exp(weights)
+        weights, kvz = limits.weights(weights), state.kvz
         # A feature without keys has no scale, and no key to ask for one.
-        log_scale, max_weight, loss = -limits.finite_shift(state.log_scale), 1.0, limits.EXP_LOSS
+        log_scale, max_weight = -limits.finite_shift(state.log_scale), 1.0
+        least, floor = limits.LEAST[kvz.itemsize], limits.weights_floor(kvz.dtype)
     else:
         return features
     z = kvz[..., -1:]
     cotangent = product(grad_output, transposed(kvz[..., :-1]), "read")
-    # For each term, underflow takes at most `loss` smallest numbers times the largest factor.
-    floor = loss * limits.floor_of(z.dtype) * z.shape[-2] * max(max_weight, z.max())
+    # For each term, underflow takes at most one smallest number times the largest factor.
+    floor *= z.shape[-2] * max(max_weight, z.max())
     denominator = np.matmul(weights, z)
     if not floor <= denominator.min() <= denominator.max() < np.inf:
         return limits.UNDERFLOWED
@@ -88,7 +90,7 @@ def read_block_vjp(
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
     adjoint = add_sums(adjoint, sums, log_scale, g1.shape[-2])
-    return features_vjp(query_spec, tokens.x, weights, cotangent, None), adjoint
+    return features_vjp(query_spec, tokens.x, weights, cotangent, None, least), adjoint
 
 
 def reduce_block_vjp(
@@ -97,7 +99,7 @@ def reduce_block_vjp(
     """Gradients of keys and of ``[v, 1]`` that an adjoint has read."""
     if not has_vjp(key_spec):
         return NO_VJP
-    kvz, factor, dtype = adjoint.kvz, None, values_and_one.dtype
+    kvz, factor, least, dtype = adjoint.kvz, None, 0.0, values_and_one.dtype
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
     limit = _max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
@@ -108,14 +110,15 @@ def reduce_block_vjp(
             factor, scale = np.exp(features.row - top), scale + top[..., 0]
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS
-        kvz = kvz * np.exp(scale)[..., None]
+        kvz = limits.rescaled(kvz, scale, limits.FAINT)
         weights = features.weights
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")
         weights = limits.in_place(np.add, weights, (adjoint.log_scale + key_spec.col)[..., None, :])
-        if not weights.max() <= limit - log(limits.EXP_LOSS):
+        if not weights.max() <= limit + log(limits.floor_of(dtype) / limits.weights_floor(dtype)):
             return UNDERFLOWED_KEYS
-        weights = limits.exp(weights)
+        weights, least = limits.weights(weights), limits.LEAST[kvz.itemsize]
+        kvz = limits.rounded(kvz.copy(), least)
     else:
         return features
     shape = (*broadcast_lead(weights.shape[:-2], kvz.shape[:-2]), *values_and_one.shape[-2:])
@@ -126,7 +129,7 @@ def reduce_block_vjp(
         grad_values_and_one *= factor
     total = np.vecdot(values_and_one, grad_values_and_one)[..., None]
     cotangent = product(v, transposed(kvz), "read")
-    grad_key = features_vjp(key_spec, tokens.x, weights, cotangent, total)
+    grad_key = features_vjp(key_spec, tokens.x, weights, cotangent, total, least)
     return grad_key, grad_values_and_one
 
 
@@ -162,4 +165,4 @@ def _softmax_weights(
         logits = limits.in_place(np.add, logits, transposed(key.log_weight))
     if visible is not None:
         np.copyto(logits, -np.inf, where=~visible)
-    return limits.exp(limits.in_place(np.subtract, logits, log_row))
+    return limits.weights(limits.in_place(np.subtract, logits, log_row))

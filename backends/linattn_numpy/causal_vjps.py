@@ -21,6 +21,7 @@ from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.products import product, sum_products, transposed, weighted
+from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import Run, lower, runs_of, sub_blocks
 
 __all__ = ["scan_vjp"]
@@ -41,6 +42,8 @@ class _Rows(NamedTuple):
     """Factors of the states between sub-blocks, ``(..., m, 1)``; None for 1."""
     floor: float | Floats
     """Least denominator that is accepted."""
+    least: float = 0.0
+    """Smallest weights, and sums of them, that are not 0; 0 for unshifted rows."""
 
 
 class _Pairs(NamedTuple):
@@ -113,8 +116,9 @@ def _pull_stabilized(
     block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
 ) -> Gradients | Declined:
     """Pull back on the largest logs so far; again by shorter sub-blocks where rows lose digits."""
-    q, k, start, _, log_scale, rises, floor = stabilize(block, states[0], runs)
-    rows = _Rows(limits.exp(q), limits.exp(k), block.values_and_one, start, log_scale, rises, floor)
+    q, k, start, _, log_scale, rises, floor = stabilize(block, by_feature(states[0]), runs)
+    weights, least = (limits.weights(q), limits.weights(k)), limits.LEAST[q.itemsize]
+    rows = _Rows(*weights, block.values_and_one, start, log_scale, rises, floor, least)
     answer = _pull(block, rows, runs, states, grad_output)
     if not isinstance(answer, list):
         return answer
@@ -144,6 +148,8 @@ def _pull(
         qs, ks, vs, out = (run.split(x) for x in (q, k, v, denominators))
         each = np.matmul(qs, transposed(ks))
         each *= lower(run.size, each.dtype)
+        if rows.least:
+            limits.rounded(each, rows.least)
         z = prefixes[..., run.places, -1:, :]
         np.add(np.matmul(each, vs[..., -1:]), np.matmul(qs, transposed(z)), out=out)
         weights.append(each)
@@ -161,7 +167,7 @@ def _pull(
         pairs.append(_pairs(run, rows, each, prefixes, arrays))
     if not limits.all_finite(g1[..., -1]):
         return limits.UNDERFLOWED
-    grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None)
+    grad_query = features_vjp(block.query_spec, block.query.x, q, cotangent, None, rows.least)
     grad_query *= inverses
     return grad_query, *_pull_keys(block, rows, pairs, g1, adjoint)
 
@@ -206,17 +212,17 @@ def _prefix_states(rows: _Rows, runs: list[Run]) -> Floats:
         added = states[..., run.places.start + 1 : run.places.stop + 1, :, :]
         sum_products(run.split(rows.v), run.split(rows.k), added)
     states = states[..., :count, :, :]
-    _accumulate(states, [None if x is None else transposed(x) for x in rows.rises or ()])
+    _accumulate(rows, states, [None if x is None else transposed(x) for x in rows.rises or ()])
     return states
 
 
-def _accumulate(states: Floats, rises: list[Floats | None]) -> None:
+def _accumulate(rows: _Rows, states: Floats, rises: list[Floats | None]) -> None:
     """Add each state to the next, from the second on multiplied with its factor; None for 1."""
     for i in range(1, states.shape[-3]):
         state = states[..., i, :, :]
         state += states[..., i - 1, :, :]
         if i <= len(rises) and (factor := rises[i - 1]) is not None:
-            state *= factor
+            limits.rescale(state, factor, rows.least)
 
 
 def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
@@ -255,7 +261,7 @@ def _pull_keys(
     # The factor of v.
     grad_values_and_one *= v[..., -1:]
     total = np.vecdot(block.values_and_one, grad_values_and_one)[..., None]
-    grad_key = features_vjp(block.key_spec, block.key.x, k, cotangent, total)
+    grad_key = features_vjp(block.key_spec, block.key.x, k, cotangent, total, rows.least)
     before = State(states[..., 0, :, :].copy(), -rows.log_scale[..., 0, :], adjoint.length + n)
     return grad_key, grad_values_and_one, before
 
@@ -264,9 +270,12 @@ def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
     """Adjoints before each sub-block and after the last, ``(..., count + 1, m, e + 1)``."""
     kvz, count = adjoint.kvz, pairs[-1].run.places.stop
     states = buffer("states", (*kvz.shape[:-2], count + 1, *kvz.shape[-2:]), kvz.dtype)
-    states[..., -1, :, :] = kvz * np.exp(adjoint.log_scale + rows.log_scale[..., -1, :])[..., None]
+    log, least = rows.log_scale[..., -1, :], limits.LEAST if rows.least else limits.FAINT
+    states[..., -1, :, :] = limits.rescaled(kvz, adjoint.log_scale + log, least)
     for run, _, _ in pairs:
         qs, gs, sums = run.split(rows.q), run.split(g1), states[..., run.places, :, :]
         sums[...] = sum_to(product(transposed(qs), gs, "more"), sums.shape[:-2])
-    _accumulate(states[..., ::-1, :, :], (rows.rises or [])[::-1])
+        if rows.least:
+            limits.rounded(sums, rows.least)
+    _accumulate(rows, states[..., ::-1, :, :], (rows.rises or [])[::-1])
     return states

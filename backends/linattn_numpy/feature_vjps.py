@@ -63,14 +63,22 @@ def unshifted_features(
 
 
 def features_vjp(
-    spec: Spec, x: Floats, weights: Floats, cotangent: Floats, total: Floats | None
+    spec: Spec,
+    x: Floats,
+    weights: Floats,
+    cotangent: Floats,
+    total: Floats | None,
+    least: float = 0.0,
 ) -> Floats:
     """Pull the cotangent of the features ``weights`` back to tokens; overwrite ``cotangent``.
 
-    ``total``: sum of the products of features and cotangents over a row, None for 0.
+    ``total``: sum of the products of features and cotangents over a row, None for 0. ``least``:
+    smallest products that are not 0, if weights have been rounded to multiples of it.
     """
     if isinstance(spec, Exponential):
         cotangent = limits.in_place(np.multiply, cotangent, weights)
+        if least:
+            limits.rounded(cotangent, least)
         r = spec.P.shape[-1]
         if spec.paired:
             cotangent[..., :r] -= cotangent[..., r:]

@@ -20,6 +20,7 @@ UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not fini
 
 # Exponents.
 MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers
+MIN_ROW_TERM = {4: -40.0, 8: -350.0}  # of unshifted keys, beside the largest of a block
 EXP_LOSS = 32.0  # smallest normal numbers that a product of two of exp's may have lost: 17, or less
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
@@ -52,8 +53,13 @@ MIN_EXACT_DENOMINATOR = 1e-3  # of softmax attention, where 1 is what a shifted 
 LEAST = {4: 2.0**-63, 8: 2.0**-511}
 """Smallest weights that are not 0: products of two, or with values, are normal numbers."""
 
+FAINT = {4: 2.0**-75, 8: 2.0**-600}
+"""The same beside unshifted features in gradients, within MAX_VJP_EXPONENT."""
+
 FEATURE_SCALES = 2.0**-20, 2.0**20
 """Range of a feature's sums on its scale; outside it, the scale does not tell which are small."""
+
+SMALL_SHARES = Declined("log weights of keys are far apart")
 
 SMALL_VALUES = 2.0**10
 """Rounding units that underflow may take of the largest value that a row sees, as in the driver."""
@@ -114,11 +120,24 @@ def rounded(x: Floats, least: float) -> Floats:
     return x
 
 
-def rescaled(kvz: Floats, log_factor: Floats) -> Floats:
-    """Multiply the features of a state by ``exp(log_factor)``; results below ``LEAST`` are 0."""
+def rescale(kvz: Floats, factor: Floats, least: float) -> None:
+    """Multiply a state in place by the factors of its features; results below ``least`` are 0."""
+    kvz *= factor
+    # Small factors are rare.
+    if factor.min() < least**0.5:
+        kvz[np.abs(kvz) < least] = 0
+
+
+def rescaled(kvz: Floats, log_factor: Floats, least: dict[int, float] = LEAST) -> Floats:
+    """Multiply the features of a state by ``exp(log_factor)``; results below ``least`` are 0."""
     kvz = kvz * np.exp(log_factor)[..., None]
-    kvz[np.abs(kvz) < LEAST[kvz.itemsize]] = 0
+    kvz[np.abs(kvz) < least[kvz.itemsize]] = 0
     return kvz
+
+
+def are_far_apart(row: Floats) -> bool:
+    """Whether row terms, relative to their largest, are too small for unshifted features."""
+    return bool(np.any((row < MIN_ROW_TERM[row.itemsize]) & (row > -np.inf)))
 
 
 def finite_shift(log: Floats) -> Floats:

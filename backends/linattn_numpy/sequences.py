@@ -73,8 +73,8 @@ def sequences_block(
     if row is not None:
         top = np.repeat(np.maximum.reduceat(row, starts, axis=-2), lengths, axis=-2)
         row = row - limits.finite_shift(top)
-        if np.any((row < limits.MIN_EXPONENT[row.itemsize]) & (row > -np.inf)):
-            return limits.LARGE_EXPONENTS
+        if limits.are_far_apart(row):
+            return limits.SMALL_SHARES
         common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
     block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
     longest = int(lengths.max())

@@ -108,17 +108,14 @@ def _unshifted_sums(
     if not are_moderate(key_spec, tokens.x, together=True).all():
         return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
-    row, top, is_split = row_term(key_spec, tokens), np.zeros(1, dtype), False
+    row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
     if row is not None:
         leads.append(row.shape[:-2])
         top = row.max(axis=-2)
         row = row - limits.finite_shift(top)[..., None]
-        least = limits.MIN_EXPONENT[row.itemsize]
-        is_split = row.min() < least and bool(np.any((row < least) & (row > -np.inf)))
-        # A row whose factor underflows may have very large features. So one square root of the
-        # factor multiplies the features, the other the values. The loss is then less than exp(-83)
-        # of the top row, in float64 exp(-704).
-        row = limits.exp(row / 2) if is_split else np.exp(row)
+        if limits.are_far_apart(row):
+            return limits.SMALL_SHARES
+        row = np.exp(row)
     *features_lead, m = features_shape(key_spec, tokens.x)
     kvz = np.empty((*broadcast_lead(tuple(features_lead), *leads), m, e + 1), dtype)
     halves, is_paired = _in_halves(key_spec, kvz), num_sign_halves(key_spec) == 2
@@ -128,9 +125,6 @@ def _unshifted_sums(
         if row is not None:
             of_rows = row[place]
             v, w = weighted(v, of_rows), of_rows if ones is None else w * of_rows
-            if is_split:
-                of_rows = of_rows[..., None, :, :] if is_paired else of_rows
-                weights = limits.in_place(np.multiply, weights, of_rows)
         if is_paired:
             v, w = v[..., None, :, :], w[..., None, :, :]
         _put_sums(weights, v, w, sums, add)
@@ -140,7 +134,7 @@ def _unshifted_sums(
         # A feature without keys has no digits to lose, and no scale.
         is_relu = isinstance(key_spec, Pointwise) and key_spec.f == RELU
         # The feature of a key that weighs less than others may have underflowed.
-        is_even = row is None or not (is_split or np.any((row != 0) & (row != 1)))
+        is_even = row is None or not np.any((row != 0) & (row != 1))
         nothing = (z == 0) & ((is_relu and is_even) | (top == -np.inf))
         z, log_scale = np.where(nothing, 1, z), np.where(nothing, -np.inf, log_scale)
     if not (least <= z.min() <= z.max() <= most and limits.all_finite(kvz)):

@@ -14,7 +14,7 @@ import numpy as np
 from linattn_numpy.borders import Border
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.decay import Decay, WeakDecay
-from linattn_numpy.limits import rounded
+from linattn_numpy.limits import rescale, rounded
 from linattn_numpy.products import broadcast_lead, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
@@ -107,9 +107,7 @@ class Triangles:
                 state, factor = self._states[i + 1], rises[i]
                 unscaled.append(state if factor is None else state.copy())
                 if factor is not None:
-                    state *= factor
-                    if factor.min() < np.sqrt(self._least):
-                        state[np.abs(state) < self._least] = 0
+                    rescale(state, factor, self._least)
         np.matmul(self._q, self._before, out=self._reads)
         for border in borders:
             self._reads[..., border.place, border.first :, :] = 0
