@@ -686,7 +686,7 @@ def test_goals_tell_the_worst_and_whether_it_will_do():
         "time by scale, full": False,
     }
     assert ahead["time by scale, full"].where == "FAVOR+, full, float32, backend, at 4"
-    table = next(table for table in tables(found["a-cpu"]) if table.title == "What is to hold")
+    table = next(table for table in tables(found["a-cpu"]) if table.title == "Goals")
     assert table.rows[1][1:3] == ["≥ 1.00", "0.80 MISSED"]
 
 

@@ -21,11 +21,11 @@ Figure = Callable[[Record], str]
 
 
 def side_by_side(records: Mapping[str, Record]) -> list[Table]:
-    """Tabulate what is to hold, and the main ratios, of every machine."""
+    """Tabulate the goals and the main ratios of every machine."""
     names = [record.machine["cpu"] for record in records.values()]
     lengths = ", ".join(f"{length:,}" for length in LENGTHS)
     return [
-        Table("What is to hold, by machine", [["", "wanted", *names], *_goal_rows(records)], []),
+        Table("Goals, by machine", [["", "wanted", *names], *_goal_rows(records)], []),
         Table(
             "Ratios by machine",
             [["", *names], *_figure_rows(records)],
@@ -66,7 +66,7 @@ def _figures() -> Iterator[tuple[str, Figure]]:
         yield f"crossover: {_what(name, kind)}", partial(_crossover, name, kind)
 
     for case in CASES:
-        yield f"largest time by scale over that at 1: {case}", partial(_by_scale, case)
+        yield f"largest time over the time at scale 1: {case}", partial(_by_scale, case)
 
 
 def _what(name: str, kind: str) -> str:

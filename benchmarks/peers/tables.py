@@ -139,11 +139,11 @@ def _attention(record: Record, length: int, threads: int) -> Table:
     notes = []
     if len(rows) > 1:
         notes = [
-            "ratio: time over that of linattn FAVOR+, of elu+1 and of a NumPy loop over that of "
-            "linattn with the same map"
+            "ratio: the peer's time over linattn's with FAVOR+; for elu+1 and NumPy loops, over "
+            "linattn's with the same map"
         ]
         if any(row[3] or row[6] for row in rows[1:]):
-            notes.append("limit: how much of the machine's limit is reached, products as a whole")
+            notes.append("limit: share of the machine's limit that is reached, with whole products")
         if threads == 1:
             notes += _disturbed(record, length, ATTENTION)
     return Table(f"{length:,} tokens, {_count(threads)}", rows, notes)
@@ -162,8 +162,8 @@ def _limits(record: Record) -> Table:
             if any(shares):
                 rows.append([peer.label, f"{length:,}", *map(percent, shares)])
     notes = [
-        "small: if products may be in batches of 32 tokens, for which this BLAS may have faster "
-        "kernels; on one thread"
+        "small: share of the limit with products in batches of 32 tokens, for which this BLAS "
+        "may have faster kernels; on one thread"
     ]
     return Table("Share of the machine's limit", rows, notes)
 
@@ -199,7 +199,7 @@ def _gradient(record: Record, length: int, threads: int) -> Table:
                 ratio = record.ratio(timing.cell, timing.cell._replace(peer=peer.beside))
                 cells += [duration(timing.seconds), times(ratio)]
         rows.append([peer.label, *cells])
-    notes = ["ratio: time over that of linattn FAVOR+"]
+    notes = ["ratio: the peer's time over linattn's with FAVOR+"]
     shares = {kind: record.pullback_share(kind, length, threads) for kind in GRADIENT}
     shown = [f"{times(x)} ({kind.partition(' ')[0]})" for kind, x in shares.items() if x]
     if shown:
@@ -246,21 +246,21 @@ def _text(record: Record, threads: int) -> Table:
         if (at := crossing(record.crossover(name, TEXT_EXACT, *TEXT, threads)))
     ]
     notes = [
-        f"ratio: time over that of {exact}",
-        f"crossover, from where on faster than {exact}: {', '.join(crossings) or 'not seen'}",
+        f"ratio: time over the time of {exact}",
+        f"crossover, the length from which it is faster than {exact}: {', '.join(crossings) or 'not seen'}",
     ]
     return Table(f"Softmax attention of a text, {_count(threads)}", rows, notes)
 
 
 def _goals(record: Record) -> Table:
-    """Tabulate what is to hold, and the worst case of each."""
+    """Tabulate the goals, and the worst case of each."""
     rows = [["", "wanted", "worst", "of"]]
     rows += [[goal.of, goal.wanted, goal.told, goal.where] for goal in goals(record)]
     notes = [
-        "time over that of linattn; of threads, linattn's on one over that on more; by scale, "
-        "linattn's over that at scale 1"
+        "the peer's time over linattn's; of threads, linattn's on one over its time on more; "
+        "by scale, linattn's over its time at scale 1"
     ]
-    return Table("What is to hold", rows, notes)
+    return Table("Goals", rows, notes)
 
 
 def _threads(record: Record) -> Table:
@@ -340,7 +340,7 @@ def _memory(record: Record) -> Table:
                     traced = None if item is None else item.traced
                     cells.append("" if traced is None else size(traced))
                 rows.append([peer.label, f"{length:,}", *cells])
-    notes = ["growth of the process in one call beyond inputs and output; traced: by tracemalloc"]
+    notes = ["memory of one call beyond its inputs and output; traced: as tracemalloc sees it"]
     return Table("Workspace", rows, notes)
 
 
@@ -355,8 +355,8 @@ def _by_scale(record: Record) -> Iterator[Table]:
         head = ["", "at 1", *(f"at {scale:g}" for scale in scales[1:])]
         title = f"Time by the scale of inputs, {length:,} tokens, {dtype}, {path}"
         notes = [
-            "time of a call, and what it takes over that where queries and keys are multiplied by "
-            "the number above; linattn on one thread, one head"
+            "time of a call; then, with queries and keys times the number above, the time over it; "
+            "linattn on one thread, one head"
         ]
         yield Table(title, [head, *rows], notes)
 
