@@ -247,7 +247,8 @@ def _text(record: Record, threads: int) -> Table:
     ]
     notes = [
         f"ratio: time over the time of {exact}",
-        f"crossover, the length from which it is faster than {exact}: {', '.join(crossings) or 'not seen'}",
+        f"crossover, the length from which it is faster than {exact}: "
+        f"{', '.join(crossings) or 'not seen'}",
     ]
     return Table(f"Softmax attention of a text, {_count(threads)}", rows, notes)
 
