@@ -162,7 +162,7 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
             if any(length is None or isinstance(length, float) for length in array.shape):
                 message = (
                     f"{name} must have a known shape, got {tuple(array.shape)}; for an array of "
-                    f"Dask call {name}.compute_chunk_sizes() first, in ONNX give all sizes"
+                    f"Dask call {name}.compute_chunk_sizes() first, for ONNX interop.onnx.export"
                 )
                 raise ValueError(message)
         if array.ndim < min_ndim:

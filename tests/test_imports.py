@@ -137,6 +137,7 @@ assert linattn.linear_attention
     [
         ("interop.torch", "torch", "linattn.interop.torch needs torch"),
         ("interop.jax", "jax", "linattn.interop.jax needs jax"),
+        ("interop.onnx", "ndonnx", "linattn.interop.onnx needs ndonnx"),
         (
             "interop.transformers",
             "transformers",

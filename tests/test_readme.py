@@ -26,9 +26,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXAMPLE = re.compile(r"^```(python|pycon)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Those of MPI and xarray are in test_engines.py.
+# Those of MPI and xarray are in test_engines.py, those of ONNX in test_onnx.py.
 FRAMEWORK = re.compile(
-    r"^(?:import|from) (torch|jax|transformers|mpi4py|xarray)(?: import \w+| as \w+)?$", re.M
+    r"^(?:import|from) (torch|jax|transformers|mpi4py|ndonnx|onnxruntime|xarray)"
+    r"(?: import \w+| as \w+)?$",
+    re.M,
 )
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]\d+)?(?!\w)")
 

@@ -3,9 +3,9 @@
 On arrays of torch and JAX :func:`linattn.linear_attention` is differentiated by the framework,
 which keeps every block for the backward pass. The functions here are the same functions with
 linattn's pullback in its place: nothing but the arguments is stored.
-:mod:`linattn.interop.transformers` puts attention into the models of transformers. No framework is
-imported before its module, such as :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is
-used.
+:mod:`linattn.interop.transformers` puts attention into the models of transformers, and
+:mod:`linattn.interop.onnx` writes model files. No framework is imported before its module, such as
+:mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is used.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linattn.interop import jax as jax
+    from linattn.interop import onnx as onnx
     from linattn.interop import torch as torch
     from linattn.interop import transformers as transformers
 
 # Without its modules: a star must not import the frameworks.
 __all__: list[str] = []
 
-_NEEDS = {"jax": ["jax"], "torch": ["torch"], "transformers": ["torch", "transformers"]}
+_NEEDS = {
+    "jax": ["jax"],
+    "onnx": ["ndonnx"],
+    "torch": ["torch"],
+    "transformers": ["torch", "transformers"],
+}
 
 
 def __getattr__(name: str) -> Any:
