@@ -43,7 +43,7 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.states import by_feature
-from linattn_numpy.tiles import rows_of, sub_blocks, tiles
+from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
 __all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
@@ -265,7 +265,7 @@ def _scan_rows(
     """Scan some rows by sub-blocks; return the state after them, and whether all are accepted."""
     n, v = rows.stop - rows.start, block.values_and_one[..., rows, :]
     num_den, log_row = out.num_den[..., rows, :], out.log[..., rows, :]
-    query, key = rows_of(block.query, rows), rows_of(block.key, rows)
+    query, key = block.query.rows(rows), block.key.rows(rows)
     found = stabilize(block._replace(query=query, key=key), state, sub_blocks(n, size))
     q, k = (
         _exp_by_head(log, name)[..., None, :, :]

@@ -134,11 +134,11 @@ def _read_windows(
     key: Tokens,
     values_and_one: Floats,
     windows: _Windows,
-    band: tuple[int, int] | None,
+    band: tuple[int, int],
 ) -> Partial | Declined:
     """Attention of short blocks of queries, one after the other, to their windows.
 
-    ``band``: which keys of its block's window a row sees, None for all.
+    ``band``: which keys of its block's window a row sees.
     """
     n, keys = query.shape[-2], windows.of(key.x, "window_keys")
     values = windows.of(values_and_one, "window_values")
@@ -160,10 +160,10 @@ def _read_windows(
         if not np.isfinite(log[seen == 0]).all():
             return Declined("logits are not finite")
     num_den = _window_sums(limits.weights(logits), values)[..., :n, :]
-    return Partial(num_den, log) if band is None or limits.all_finite(num_den) else NOT_FINITE
+    return Partial(num_den, log) if limits.all_finite(num_den) else NOT_FINITE
 
 
-def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int] | None) -> Floats:
+def _hide(logits: Floats, key: Tokens, windows: _Windows, band: tuple[int, int]) -> Floats:
     """Put -inf in place of the logits of keys that are masked or outside a band."""
     _apply(np.fmin, logits, band, np.inf, -np.inf)
     weight = np.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
@@ -202,11 +202,9 @@ def _window_sums(weights: Floats, values: Floats) -> Floats:
 
 
 def _apply(
-    operation: np.ufunc, x: Floats, band: tuple[int, int] | None, seen: float, hidden: float
+    operation: np.ufunc, x: Floats, band: tuple[int, int], seen: float, hidden: float
 ) -> None:
     """Combine pairs of each block with one number where they are seen, another where hidden."""
-    if band is None:
-        return
     s, n = x.shape[-2:]
     # All rows see the keys between the corners.
     first = min(max(band[0] + n - 1, 0), s)

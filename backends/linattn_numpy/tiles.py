@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.typing import Index, Tokens
+from linattn.typing import Index
 from linattn_numpy import tuning
 from linattn_numpy.buffers import Floats
 
@@ -22,7 +22,6 @@ __all__ = [
     "moveaxis",
     "ones_column",
     "part_sizes",
-    "rows_of",
     "runs_of",
     "split_tiles",
     "sub_blocks",
@@ -145,9 +144,3 @@ def moveaxis(x: Floats, source: int, target: int) -> Floats:
     axes = list(range(x.ndim))
     axes.insert(target % x.ndim, axes.pop(source))
     return x.transpose(axes)
-
-
-def rows_of(tokens: Tokens, rows: slice) -> Tokens:
-    """Tokens of some rows of a block."""
-    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
-    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)

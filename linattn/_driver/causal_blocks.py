@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,6 @@ from linattn.typing import (
     Array,
     Declined,
     Features,
-    Index,
     MapSpec,
     Opaque,
     Partial,
@@ -140,7 +140,7 @@ def causal_block(
     whole, start = None, 0
     while start < n:
         rows = slice(start, min(start + size, n))
-        tokens = _rows_of(query, rows), _rows_of(key, rows), values_and_one[..., rows, :]
+        tokens = query.rows(rows), key.rows(rows), values_and_one[..., rows, :]
         answer = _scanned(problem, functions, (*specs, *tokens, state))
         if answer is None:
             # The next part is likely to be too long for the same reason.
@@ -208,8 +208,8 @@ def _redone(problem: Problem, block: Any, part: Partial, rejected: Array) -> Par
     rows = slice(0, max(1, int(last)))
     query_spec, key_spec, query, key, values_and_one, state = block
     query, key, values_and_one = (
-        _rows_of(query, rows),
-        _rows_of(key, rows),
+        query.rows(rows),
+        key.rows(rows),
         values_and_one[..., rows, :],
     )
     again, _ = scan_hierarchical(query_spec, key_spec, query, key, values_and_one, state)
@@ -240,11 +240,12 @@ def _each_head(
             slice(i, i + 1) if size > 1 else slice(None)
             for i, size in zip(index, problem.state_lead, strict=True)
         )
+        share = partial(take, trailing=2, task=task)
         head_part, head_after = causal_block(
             take_problem(problem, task),
             functions,
-            _take_tokens(query, task),
-            _take_tokens(key, task),
+            query.each(share),
+            key.each(share),
             take(values_and_one, 2, task),
             take_state(state, task),
         )
@@ -255,26 +256,11 @@ def _each_head(
     return part, after
 
 
-def _take_tokens(tokens: Tokens, task: Index) -> Tokens:
-    x, log_weight, log_decay = (
-        take(array, 2, task) for array in (tokens.x, tokens.log_weight, tokens.log_decay)
-    )
-    return Tokens(x, log_weight, tokens.start, log_decay)
-
-
 def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
     """Return an uninitialized partial of ``n`` tokens, which the parts of a block fill."""
     like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
     shapes = ((*problem.lead, n, width) for width in (values_and_one.shape[-1], 1))
     return Partial(*(problem.xp.empty(shape, **like) for shape in shapes))
-
-
-def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
-    x, log_weight, log_decay = (
-        None if array is None else array[..., rows, :]
-        for array in (tokens.x, tokens.log_weight, tokens.log_decay)
-    )
-    return Tokens(x, log_weight, tokens.start + rows.start, log_decay)
 
 
 # Full attention that decays with distance ---------------------------------------------------------

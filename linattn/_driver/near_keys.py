@@ -188,8 +188,7 @@ class Exchange(NamedTuple):
         first = rows.start + problem.sees.query_start - 1
         blocks = first, first + n + 2, 1, self.start, problem.key.shape[-2]
         tokens, values_and_one = key_blocks(problem, *blocks)
-        log_weight = None if tokens.log_weight is None else tokens.log_weight[..., 0]
-        tokens = Tokens(tokens.x[..., 0, :], log_weight, tokens.start)
+        tokens = tokens.each(lambda x: x[..., 0, :])
         near = [
             (slice(1 + i, 1 + i + n), self._seen(rows, i, is_exact) + self._decay(rows, i))
             for i in ((-1, 0, 1) if problem.sees.ahead else (-1, 0))

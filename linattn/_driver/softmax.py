@@ -235,16 +235,15 @@ def _of_group(
     within = slice(start, start + (g + short.width - 1) * n)
 
     def each(x: Array) -> Array:
-        return None if x is None else beside(split(x[..., within, :], n), g)
+        return beside(split(x[..., within, :], n), g)
 
     # All blocks see the same offsets as the first.
     first = rows.start + problem.sees.query_start - short.before * n
     block = slice(rows.start, rows.start + n), slice(first, first + short.width * n)
     bias = offset_bias(problem, *block)
-    tokens = Tokens(each(key.x), each(key.log_weight), 0)
     return Pairs(
         spec,
-        tokens,
+        key.each(each),
         each(values_and_one),
         visible_pairs(problem, *block),
         None if bias is None else bias[..., None, :, :],

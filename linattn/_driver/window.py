@@ -319,7 +319,7 @@ class _Near(NamedTuple):
         spec, query = biased_queries(problem, problem.exact.spec, query)
         key = biased_keys(problem, key, padded=True)
         g, w = query.x.shape[-3:-1]
-        keys = Tokens(beside(key.x, g), beside(key.log_weight, g), key.start)
+        keys = key.each(lambda x: beside(x, g))
         s, bias = keys.x.shape[-2], None
         if problem.weights.relative_bias is not None:
             bias = bias_block(problem.weights.relative_bias, -w, w, s)[..., None, :, :]

@@ -25,8 +25,11 @@ def scan_block(
 
     The shift includes later keys, so an early row may come out small or non-finite; the caller
     checks it, on a scale where no product of a query feature and a key feature exceeds 1.
+
+    With a decay every factor is at most 1. Rows and state then have separate scales: after a strong
+    decay the scale of the state is far lower.
     """
-    xp = namespace(values_and_one)
+    xp, decay = namespace(values_and_one), key.log_decay
     keys = row_features(key_spec, key)
     queries, log_row = query_features(query_spec, query)
     state = by_feature(state)
@@ -34,14 +37,26 @@ def scan_block(
     bits, least = lift_of(values_and_one)
     before = rescaled(state.kvz, state.log_scale - shift, least, bits)
 
-    scores = xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k)))
-    num_den = xp.matmul(flushed(scores, least), values_and_one)
-    num_den = num_den + xp.matmul(weights_q, before)
+    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k))
+    of_state = xp.matmul(weights_q, before)
+    if decay is not None:
+        since = decay_since(decay)
+        between = since - xp.matrix_transpose(since)
+        between = xp.astype(xp.minimum(between, xp.zeros_like(between)), values_and_one.dtype)
+        scores = scores * xp.exp(between)
+        of_state = of_state * xp.exp(xp.astype(since, values_and_one.dtype))
+    num_den = xp.matmul(flushed(xp.tril(scores), least), values_and_one) + of_state
     part = Partial(num_den * 4.0**-bits, row + log_row)
+    if decay is not None:
+        faded = fade(state, since[..., -1, :])
+        return part, absorb(faded_keys(keys, decay), values_and_one, faded)
     weights_k = flushed(weights_k * 2.0**-bits, FAINT)
     added = xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
     before = rescaled(state.kvz, state.log_scale - shift)
     return part, State(before + added, c, state.length + values_and_one.shape[-2])
+
+
+scan_decayed_block = scan_block
 
 
 def _weights(
@@ -55,36 +70,3 @@ def _weights(
     weights_k, c, shift = key_weights(keys, state.log_scale, bits, least)
     weights_q, row = query_weights(queries, c, bits, least)
     return weights_q, weights_k, c, shift, row
-
-
-def scan_decayed_block(
-    query_spec: Spec,
-    key_spec: Spec,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    want_log: bool,
-) -> tuple[Partial, State]:
-    """:func:`scan_block` of keys with a decay: every factor is at most 1.
-
-    Rows and state have separate scales: after a strong decay the scale of the state is far lower.
-    """
-    xp, dtype = namespace(values_and_one), values_and_one.dtype
-    keys = row_features(key_spec, key)
-    queries, log_row = query_features(query_spec, query)
-    state = by_feature(state)
-    weights_q, weights_k, _, shift, row = _weights(queries, keys, state)
-    bits, least = lift_of(values_and_one)
-    before = rescaled(state.kvz, state.log_scale - shift, least, bits)
-
-    since = decay_since(key.log_decay)
-    between = since - xp.matrix_transpose(since)
-    between = xp.astype(xp.minimum(between, xp.zeros_like(between)), dtype)
-    scores = xp.matmul(weights_q, xp.matrix_transpose(weights_k)) * xp.exp(between)
-    left = xp.exp(xp.astype(since, dtype))
-    num_den = xp.matmul(flushed(xp.tril(scores), least), values_and_one)
-    num_den = num_den + xp.matmul(weights_q, before) * left
-    faded = fade(state, since[..., -1, :])
-    after = absorb(faded_keys(keys, key.log_decay), values_and_one, faded)
-    return Partial(num_den * 4.0**-bits, row + log_row), after

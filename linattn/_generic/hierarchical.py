@@ -7,6 +7,7 @@ and a row's parts are combined by their own logs. No branch depends on data.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from linattn._arrays import namespace
@@ -174,7 +175,7 @@ def exact_causal_block(
     part = Partial(values_and_one + xp.zeros_like(logit), logit)
     for half in level_sizes(size):
         right = Tokens(left_or_right(query.x, half, 1), None, 0)
-        left = Tokens(left_or_right(key.x, half, 0), left_or_right(key.log_weight, half, 0), 0)
+        left = key.each(partial(left_or_right, half=half, side=0))
         seen = exact_block(spec, right, left, left_or_right(values_and_one, half, 0))
         part = combine(part, scatter_right(seen, size))
     return Partial(part.num_den[..., :n, :], part.log[..., :n, :])

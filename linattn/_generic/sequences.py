@@ -29,7 +29,7 @@ def sequences_block(
     m = max(x.shape[-1] for x in (features.log, features.values) if x is not None)
     for n in lengths.tolist():
         rows = slice(start, start + n)
-        q, k = (_rows_of(tokens, rows) for tokens in (query, key))
+        q, k = query.rows(rows), key.rows(rows)
         v, nothing = values_and_one[..., rows, :], empty_state((), m, e, values_and_one)
         if is_causal:
             part, _ = scan_hierarchical(query_spec, key_spec, q, k, v, nothing)
@@ -40,8 +40,3 @@ def sequences_block(
         logs.append(xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)))
         start = rows.stop
     return Partial(xp.concat(num_den, axis=-2), xp.concat(logs, axis=-2))
-
-
-def _rows_of(tokens: Tokens, rows: slice) -> Tokens:
-    log_weight = None if tokens.log_weight is None else tokens.log_weight[..., rows, :]
-    return Tokens(tokens.x[..., rows, :], log_weight, tokens.start + rows.start)

@@ -122,20 +122,20 @@ def by_feature(state: State) -> State:
 
     A backend may have put all of them on one scale: that of NumPy does, so only its arrays change.
     """
-    xp, kvz = namespace(state.kvz), state.kvz
+    kvz = state.kvz
     if not isinstance(kvz, np.ndarray):
         return state
-    sizes = xp.abs(kvz)
-    size, normalizer = xp.max(sizes, axis=-1), sizes[..., -1]
+    sizes = np.abs(kvz)
+    size, normalizer = np.max(sizes, axis=-1), sizes[..., -1]
     # Midway where values are large: neither numerators nor normalizers become small.
-    middle = xp.sqrt(size) * xp.sqrt(normalizer)
-    size = xp.where(normalizer > 0, middle, size)
+    middle = np.sqrt(size) * np.sqrt(normalizer)
+    size = np.where(normalizer > 0, middle, size)
     most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
-    is_off = (size > 0) & (size < xp.inf) & ((size < 1 / most) | (size > most))
+    is_off = (size > 0) & (size < np.inf) & ((size < 1 / most) | (size > most))
     if not is_off.any():
         return state
-    size = xp.where(is_off, size, xp.ones_like(size))
-    log_scale = state.log_scale + xp.log(size)
+    size = np.where(is_off, size, np.ones_like(size))
+    log_scale = state.log_scale + np.log(size)
     return state._replace(kvz=kvz / size[..., None], log_scale=log_scale)
 
 

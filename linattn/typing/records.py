@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -109,6 +110,17 @@ class Tokens(NamedTuple):
     log_weight: Array | None
     start: int
     log_decay: Array | None = None
+
+    def each(self, change: Callable[[Array], Array]) -> Tokens:
+        """Apply ``change`` to every array that there is."""
+        x, weight, _, decay = self
+        weight, decay = (None if array is None else change(array) for array in (weight, decay))
+        return Tokens(change(x), weight, self.start, decay)
+
+    def rows(self, rows: slice) -> Tokens:
+        """Take some tokens, ``rows.start`` after the first."""
+        taken = self.each(lambda x: x[..., rows, :])
+        return taken._replace(start=self.start + rows.start)
 
     def __repr__(self) -> str:
         """Show one line, without the numbers of arrays."""
