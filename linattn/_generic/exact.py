@@ -52,7 +52,9 @@ def exact_block(
         logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
         row = xp.max(logits, axis=-1, keepdims=True)
     weights = exp_or_zero(logits - finite_shift(row, xp))
-    nan = xp.full_like(row, float("nan"))
+    # inf - inf: a constant NaN would alarm JAX's debug_nans in every call.
+    infinite = xp.where(overflowed, row, xp.zeros_like(row))
+    nan = infinite - infinite
     num_den = xp.where(overflowed, nan, xp.matmul(weights, values_and_one))
     return Partial(num_den, xp.where(overflowed, nan, row))
 

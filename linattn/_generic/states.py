@@ -175,7 +175,8 @@ def divide(part: Partial, out: Array | None = None) -> Array:
     numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     empty = denominator == 0
     infinite = xp.abs(denominator) == xp.inf
-    divisor = xp.where(infinite, xp.full_like(denominator, float("nan")), denominator)
+    # inf - inf: a constant NaN would alarm JAX's debug_nans in every call.
+    divisor = xp.where(infinite, denominator - denominator, denominator)
     output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
     return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
 

@@ -17,13 +17,23 @@ from linattn.typing import State
 __all__: list[str] = []
 
 LONGEST = 512
-"""Tokens up to which eager calls are compiled: blocks are unrolled, and at 1,024 causal tokens that
-takes as long as to compile all operations one by one."""
+"""Tokens up to which an eager call is compiled whole: its blocks are unrolled, and at 1,024 causal
+tokens that takes as long as to compile all operations one by one."""
+
+ONLY_REVERSE = (
+    "derivatives of linattn.interop.jax must be taken once and in reverse, as by jax.grad, got "
+    "one in forward mode, as of jax.jvp or jax.hessian; call the function of this name in linattn"
+)
 
 ATOMS = (NoneType, bool, int, float, str, np.generic)
 
 
-def attention_of(make: Callable[..., Any], given: tuple[Any, ...], arrays: Sequence[Any]) -> Any:
+def attention_of(
+    make: Callable[..., Any],
+    given: tuple[Any, ...],
+    arrays: Sequence[Any],
+    in_chunks: Callable[..., Any] | None = None,
+) -> Any:
     """Return the function of a call, of the pytree of its arrays, with its gradient.
 
     Parameters
@@ -35,13 +45,17 @@ def attention_of(make: Callable[..., Any], given: tuple[Any, ...], arrays: Seque
         What the call was given beside arrays.
     arrays : sequence of array, (..., n, d)
         Whose lengths decide whether it is compiled.
+    in_chunks : callable, optional
+        As ``make``, for long sequences: a loop over chunks, which is compiled at every length.
 
     Notes
     -----
     Calls that were given the same share one function, and JAX compiles it for each shape.
     """
     settings = _settings.current_settings()
-    if max((array.shape[-2] for array in arrays if array.ndim > 1), default=0) <= LONGEST:
+    is_long = max((array.shape[-2] for array in arrays if array.ndim > 1), default=0) > LONGEST
+    if not is_long or in_chunks is not None:
+        make = in_chunks if is_long and in_chunks is not None else make
         try:
             key, copied = _constant(given)
             call = _Call(make, copied, settings, key)
@@ -97,7 +111,16 @@ def _differentiable(make: Any, given: Any, settings: Any, compiled: Any) -> Any:
         return (pull(*residuals, jax.tree.map(_cotangent, cotangents)),)
 
     attend.defvjp(forward, backward)
-    return attend
+
+    def in_reverse(arrays: Any) -> Any:
+        try:
+            return attend(arrays)
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise TypeError(ONLY_REVERSE) from error
+
+    return in_reverse
 
 
 def _cotangent(array: Any) -> Any:

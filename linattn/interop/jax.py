@@ -1,7 +1,7 @@
 """Attention for JAX's gradients that keeps nothing but its arguments for the backward pass.
 
 An eager call of at most 512 tokens is compiled as one function, once for each shape, map and set of
-options.
+options. So are causal linear attention and recurrences of any length, as a loop over chunks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
 from linattn._driver.problem import exact_problem
 from linattn._driver.stamps import known_integer, stamped
-from linattn.gradients import differentiable_problem, pullback_of
+from linattn._driver.walks import initial_state
+from linattn._generic.feature_vjps import sum_to
+from linattn._recurrence.problem import recurrence_problem
+from linattn.gradients import _like, differentiable_problem, pullback_of
+from linattn.interop import _chunks
 from linattn.interop._compiled import as_jax, attention_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
@@ -133,7 +137,9 @@ def linear_attention(
     qkv = _taken(query=query, key=key, value=value)
     arrays = (*qkv, before, weights, *_taken(key_mask=key_mask), lengths)
     given = (feature_map, known, host, return_state)
-    output, state = attention_of(_linear, given, qkv)(arrays)
+    parts = (key_stop, prefix_length, causal_block, cu_seqlens)
+    in_chunks = _linear_in_chunks if is_causal is True and parts == (None,) * 4 else None
+    output, state = attention_of(_linear, given, qkv, in_chunks)(arrays)
     if not return_state:
         return output
     if type(state.length) is not int and isinstance(known_integer(state.length), int):
@@ -170,6 +176,71 @@ def _linear(feature_map: Any, known: Any, host: Any, return_state: bool) -> tupl
         return (*qkv, state, dict(zip(weights, given, strict=True)), None, None)
 
     return attend, pull
+
+
+def _linear_in_chunks(
+    feature_map: Any, known: Any, host: Any, return_state: bool
+) -> tuple[Any, Any]:
+    problem_of = _linear_problem(feature_map, known, host)
+    numbers = {name: host[name] for name in ("is_causal", "chunk_size", "normalize")}
+
+    def chunks_of(arrays: Any) -> tuple[_chunks.Chunks, Any]:
+        problem = problem_of(arrays)
+        first = initial_state(problem)
+
+        def part_of(tokens: Any, state: Any, start: Any) -> Any:
+            before = State(state[0], state[1], first.length + start)
+            return differentiable_problem(
+                **tokens, **numbers, feature_map=feature_map, initial_state=before
+            )
+
+        def solve_chunk(*chunk: Any) -> Any:
+            output, after, _ = solve(part_of(*chunk), return_state=True)
+            assert after is not None
+            return output, (after.kvz, after.log_scale)
+
+        def pull_chunk(tokens: Any, state: Any, start: Any, after: Any, *cotangents: Any) -> Any:
+            weights = {name: tokens.get(name) for name in ("key_bias", "log_decay")}
+            pullback = pullback_of(part_of(tokens, state, start), weights, after[1])
+            *qkv, grad_state = (found := pullback(*cotangents))[:4]
+            names = ("query", "key", "value", *(n for n, a in weights.items() if a is not None))
+            return dict(zip(names, (*qkv, *found[4:]), strict=True)), grad_state
+
+        chunks = _chunks.Chunks.of(solve_chunk, pull_chunk, _tokens_of(problem))
+        return chunks, (first.kvz, first.log_scale)
+
+    def attend(arrays: Any) -> Any:
+        chunks, first = chunks_of(arrays)
+        output, (kvz, log_scale) = chunks.attend(first)
+        length = chunks.length + (0 if arrays[3] is None else arrays[3].length)
+        return output, State(kvz, log_scale, length) if return_state else None
+
+    def pull(arrays: Any, log_scale: Any, cotangents: Any) -> Any:
+        (chunks, first), (grad_output, grad_state) = chunks_of(arrays), cotangents
+        after = jnp.zeros_like(first[0]) if grad_state is None else grad_state.kvz
+        found, grad_first = chunks.pull_back(first, grad_output, after)
+        before, weights = arrays[3:5]
+        given = {n: _like(n, found[n][..., None], array) for n, array in weights.items()}
+        state = None
+        if before is not None:
+            grad_first = sum_to(grad_first, before.kvz.shape[:-2], 2)
+            state = before._replace(kvz=grad_first, log_scale=None, length=None, log_decay=None)
+        return (*(found[n] for n in ("query", "key", "value")), state, given, None, None)
+
+    return attend, pull
+
+
+def _tokens_of(problem: Any) -> dict[str, tuple[Any, int]]:
+    """Return the arrays of a causal problem that have an axis of tokens, with the axis."""
+    mask, bias, decay, _ = problem.weights
+    length = problem.key.shape[-2]
+    if mask is None and length % _chunks.CHUNK:
+        mask = jnp.ones((length, 1), dtype=bool)
+    rows = {"key_mask": mask, "key_bias": bias}
+    if decay is not None:
+        rows["log_decay"] = jnp.broadcast_to(decay, (*decay.shape[:-2], length, 1))
+    tokens = {n: (getattr(problem, n), -2) for n in ("query", "key", "value")}
+    return tokens | {n: (a[..., 0], -1) for n, a in rows.items() if a is not None}
 
 
 def softmax_attention(
@@ -309,7 +380,8 @@ def linear_recurrence(
     named = {"query": query, "key": key, "value": value}
     named |= {name: array for name, array in gates.items() if array is not None}
     arrays = dict(zip(named, _taken(**named), strict=True))
-    return attention_of(_recurrence, (options,), [arrays["query"]])(arrays)
+    in_chunks = _recurrence_in_chunks if cu_seqlens is None else None
+    return attention_of(_recurrence, (options,), [arrays["query"]], in_chunks)(arrays)
 
 
 def _recurrence(options: Any) -> tuple[Any, Any]:
@@ -322,6 +394,53 @@ def _recurrence(options: Any) -> tuple[Any, Any]:
         given = cotangents if options["return_state"] else (cotangents,)
         names = ("query", "key", "value", "log_decay", "beta", "initial_state")
         return dict(zip([n for n in names if n in arrays], pullback(*given), strict=True))
+
+    return attend, pull
+
+
+def _recurrence_in_chunks(options: Any) -> tuple[Any, Any]:
+    numbers = {name: options[name] for name in ("update_rule", "scale", "chunk_size")}
+
+    def chunks_of(arrays: Any) -> tuple[_chunks.Chunks, Any]:
+        arrays = jax.tree.map(as_jax, arrays)
+        qkv = [arrays[name] for name in ("query", "key", "value")]
+        gates = {name: arrays.get(name) for name in ("log_decay", "beta", "initial_state")}
+        problem = recurrence_problem(qkv, cu_seqlens=None, **numbers, **gates)
+        names = [n for n in ("query", "key", "value", "log_decay", "beta") if n in arrays]
+
+        def solve_chunk(tokens: Any, state: Any, _: Any) -> Any:
+            return recurrences.linear_recurrence(
+                **tokens, **numbers, initial_state=state, return_state=True
+            )
+
+        def pull_chunk(tokens: Any, state: Any, _: Any, __: Any, *cotangents: Any) -> Any:
+            given = {**tokens, **numbers, "initial_state": state}
+            pullback = recurrences.linear_recurrence_vjp(**given, return_state=True)[1]
+            *found, grad_state = pullback(*cotangents)
+            return dict(zip(names, found, strict=True)), grad_state
+
+        tokens = {name: (getattr(problem, name), -2) for name in names}
+        tokens |= {"beta": (problem.beta[..., 0], -1)} if problem.beta is not None else {}
+        if problem.log_decay is not None and arrays["log_decay"].ndim < qkv[1].ndim:
+            tokens["log_decay"] = problem.log_decay[..., 0], -1
+        shape = (*problem.state_lead, qkv[1].shape[-1], qkv[2].shape[-1])
+        first = jnp.zeros(shape, problem.dtype)
+        if problem.initial_state is not None:
+            first = first + problem.initial_state
+        return _chunks.Chunks.of(solve_chunk, pull_chunk, tokens), first
+
+    def attend(arrays: Any) -> Any:
+        chunks, first = chunks_of(arrays)
+        output, state = chunks.attend(first)
+        return (output, state) if options["return_state"] else output
+
+    def pull(arrays: Any, _: Any, cotangents: Any) -> Any:
+        chunks, first = chunks_of(arrays)
+        grad_output, grad_state = cotangents if options["return_state"] else (cotangents, None)
+        grad_state = jnp.zeros_like(first) if grad_state is None else grad_state
+        found, grad_first = chunks.pull_back(first, grad_output, grad_state)
+        found["initial_state"] = grad_first
+        return {n: sum_to(found[n], a.shape, 0).astype(a.dtype) for n, a in arrays.items()}
 
     return attend, pull
 
