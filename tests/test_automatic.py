@@ -26,7 +26,6 @@ from linattn.automatic import (
     _full,
     _heads,
     _search,
-    _squares,
     _tokens,
 )
 from linattn.diagnostics import _shared as shared
@@ -55,7 +54,6 @@ def error(output, exact):
 def eager(monkeypatch):
     """Search where a search in vain would take too long: on short sequences, for short tests."""
     monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
-    monkeypatch.setattr(_squares, "MAX_FIT", 0.8)
 
 
 @full_and_causal
@@ -87,10 +85,10 @@ def test_long_sequences_are_linear_and_near(eager, is_causal):
     options: Any = dict(is_causal=is_causal, tolerance=0.4 if is_causal else None)
     output, report = linattn.attention(*arrays, **options, rng=0, return_report=True)
     exact = linattn.softmax_attention(*arrays, is_causal=is_causal)
-    assert report.method == ("coreset" if is_causal else "landmarks")
+    assert report.method == "landmarks"
     assert report.num_features == 64
-    assert report.exact_window == (128 if is_causal else None)
-    assert report.cost < 0.6
+    assert report.exact_window is None
+    assert report.cost < (1.2 if is_causal else 0.6)
     found = error(output, exact)
     assert_array_less(found, 0.1)
     assert_allclose(report.error, found, rtol=0.6)
@@ -124,7 +122,7 @@ def test_masked_tokens_change_nothing():
 @full_and_causal
 @pytest.mark.parametrize("heads", [1, 2])
 def test_log_weights_of_keys(eager, is_causal, heads):
-    """In landmarks, coresets, exact attention and the estimate; for all heads, and for some."""
+    """In clusters, squares, exact attention and the estimate; for all heads, and for some."""
     length = 6000 if is_causal else 2500
     arrays = clustered(length) if heads == 1 else one_hard_head(length)
     rng = np.random.default_rng(0)
@@ -135,7 +133,7 @@ def test_log_weights_of_keys(eager, is_causal, heads):
         warnings.filterwarnings("error", message="feature_map was fitted")
         warnings.filterwarnings("ignore", message="tolerance=")
         output, report = linattn.attention(*arrays, **options, rng=0, return_report=True)
-    name = "coreset" if is_causal else "landmarks"
+    name = "landmarks"
     assert report.head_methods.tolist() == [name, name if heads == 1 else "exact"]
     visible = dict(bias=bias[:, None, :], is_causal=is_causal)
     few = slice(0, 600)
@@ -273,7 +271,7 @@ def test_each_head_meets_the_tolerance_in_its_own_way(eager, is_causal):
         arrays[0][1] *= 2
     with pytest.warns(UserWarning, match=r"tolerance=0\.1 takes exact attention for 1 of 2 heads"):
         output, report = linattn.attention(*arrays, is_causal=is_causal, rng=0, return_report=True)
-    name = "coreset" if is_causal else "landmarks"
+    name = "landmarks"
     assert report.method == name
     assert report.head_methods.tolist() == [name, "exact"]
     assert report.head_features[0] == report.num_features
@@ -585,7 +583,7 @@ def test_a_tolerance_is_kept(eager):
 
 @pytest.mark.parametrize(("is_causal", "tolerance"), [(False, 0.1), (True, 0.1), (False, None)])
 def test_trials_share_the_probability_to_fail(eager, monkeypatch, is_causal, tolerance):
-    """A coreset of a head, and its squares together; in full attention one trial is judged."""
+    """Squares of a head share it; else one trial is judged, and the output of all squares."""
     told, bound = [], shared.error_and_bound
 
     def error_and_bound(squares, units, probability, unseen):
@@ -598,9 +596,8 @@ def test_trials_share_the_probability_to_fail(eager, monkeypatch, is_causal, tol
         arrays = one_hard_head(6000 if is_causal else 2500)
         linattn.attention(*arrays, is_causal=is_causal, tolerance=tolerance, rng=0)
     assert len(told) >= 2
-    trials = 2 if is_causal else 1
-    assert_allclose(told[-1] if is_causal else told, 1 - 0.05 / trials, rtol=1e-12)
-    assert_at_most(1 - 0.05 / trials - 1e-12, told)
+    assert_allclose(told[-1] if is_causal else told, 0.95, rtol=1e-12)
+    assert_at_most(0.95 - 1e-12, told)
 
 
 def test_a_batch_with_masks_on_strict_arrays(eager, xp_any_shape):
@@ -642,8 +639,7 @@ def test_one_blas_thread_from_fitting_to_estimating(eager, monkeypatch, is_causa
 
         monkeypatch.setattr(module, name, watched)
 
-    # A fit calls trace, an estimate square roots, corrected landmarks inv; coresets are of the
-    # array API.
+    # A fit calls trace, an estimate square roots, corrected landmarks inv.
     watch(np, "trace")
     watch(np, "sqrt")
     watch(np.linalg, "inv")
@@ -657,17 +653,6 @@ def test_one_blas_thread_from_fitting_to_estimating(eager, monkeypatch, is_causa
         linattn.linear_attention(query, key, value, phi)
         assert seen == {("trace", 1), ("sqrt", 1), ("inv", 1)}
         assert threads() == {2}
-        if is_causal:
-            extend = linattn.CoresetAttention.extend
-
-            def extended(*args, **options):
-                seen.update({("extend", count) for count in threads()})
-                return extend(*args, **options)
-
-            monkeypatch.setattr(linattn.CoresetAttention, "extend", extended)
-            linattn.attention(**inputs, is_causal=True, tolerance=0.4, rng=0)
-            assert ("extend", 1) in seen
-            assert ("extend", 2) not in seen
 
 
 @pytest.mark.parametrize(
@@ -713,7 +698,6 @@ def test_weights_far_from_those_of_clusters_warn_of_nothing():
         (r"With a probability of ([\d.]+) a head", _search.PROBABILITY),
         (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
         (r"(\d+) of them exact, whatever", _search.UNCHECKED),
-        (r"with exact blocks of (\d+),", _costs.CORESET_BLOCK),
         (r"up to (\d+) \[exact clusters\]", max(_search.LEVELS)),
     ],
 )
@@ -762,16 +746,6 @@ def test_the_page_tells_where_exact_attention_ends(pattern, heads, is_causal, to
         )
         searched.append((_causal if is_causal else _full).is_worth_a_search(given))
     assert searched == [False, True]
-
-
-@pytest.mark.parametrize("length", [8192, 16384, 65536])
-def test_the_first_trial_has_more_landmarks_of_longer_sequences(length):
-    """As the page says; without a tolerance the first trial is all there is."""
-    tokens = np.broadcast_to(np.zeros((1, 1)), (length, 1))
-    problem = exact_problem(*[tokens] * 3, scale=None, is_causal=False, key_mask=None)
-    page = (Path(__file__).parents[1] / "docs/attention.md").read_text()
-    words = r"Every head is tried with (\d+) clus" if length == 8192 else rf"(\d+) of {length:,}"
-    assert _costs.first_features(problem) == told(words, page)
 
 
 # Held-out rows ----------------------------------------------------------------------------------

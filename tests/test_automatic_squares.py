@@ -100,13 +100,11 @@ def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch, over
     near = 1.001 * exact
 
     class Overfitted:
-        first_error, first_work = np.full(2, np.inf), _costs.Work()
-
         def __init__(self, rows, squares, tolerance):
             self.rows = [rows.tokens.head((i,), 64).rows for i in range(2)]
 
         def records(self):
-            return [HeadRecord(64, 0, 0, 0.0, 0.0, _costs.Work())] * 2
+            return [HeadRecord(64, 0, 0.0, 0.0, _costs.Work())] * 2
 
         def attend(self, heads):
             output = near.copy()
@@ -156,8 +154,8 @@ def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first(scale, spread):
 
 
 def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
-    """Sharp heads, for which a coreset is not near: landmarks, exact clusters, and one report."""
-    monkeypatch.setattr(_squares, "MAX_FIT", 0.8)
+    """Sharp heads, for which few clusters are not near: exact clusters, and one report."""
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
     rng = np.random.default_rng(3)
     centres = rng.standard_normal((2, 40, 8))
     which = rng.integers(40, size=6000)

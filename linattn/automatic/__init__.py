@@ -83,7 +83,7 @@ def attention(
     .. math::
         o_i = \sum_j \mathrm{softmax}_j(s\, q_i \cdot k_j + b_j) \, v_j
 
-    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` clusters or entries,
+    Letters: ``L`` queries, ``S`` keys, ``d`` dim, ``e`` value dim, ``m`` clusters,
     ``s`` scale, ``b`` biases of keys, 0 unless given.
 
     Parameters
@@ -110,7 +110,7 @@ def attention(
         clusters, 4 of them exact, if the sequence is long enough for them to be cheaper; causal
         attention is exact.
     rng : int, Generator, SeedSequence or None, optional
-        Seed of clusters, or of the coreset, and of the rows held out.
+        Seed of clusters, and of the rows held out.
     return_report : bool, optional
         Also return an :class:`AttentionReport`. Default False.
 
@@ -132,7 +132,7 @@ def attention(
 
     See Also
     --------
-    linear_attention, softmax_attention, CoresetAttention : the methods, for your own choice.
+    linear_attention, softmax_attention, CoresetAttention : methods for your own choice.
     linattn.diagnostics.held_out_error : the estimate of the error.
 
     Notes
@@ -160,20 +160,17 @@ def attention(
     *Causal attention* is divided into squares. The later half of the queries sees all keys of the
     earlier half. That square is full attention, with clusters found from the earlier half only.
     Both halves are divided in the same way, while squares are large enough; the rest near the
-    diagonal is exact. The error of 64 clusters in the largest square predicts how many entries a
-    coreset needs. If these are few, the head uses :class:`linattn.CoresetAttention` with blocks of
-    max(128, m) tokens. Without a tolerance all heads are exact. Given the chosen methods (which
+    diagonal is exact. Without a tolerance all heads are exact. Given the chosen methods (which
     rows of the whole sequence decide), output i depends on no later token.
 
-    *Search.* All heads are tried with m = 64, in full attention beyond about 14,000 keys with 128
-    and beyond about 39,000 with 256. 64 exact rows give the error for every number of exact
-    clusters. Errors fall about with the square root of m at a given share of exact keys. So a head
-    may be tried once more, with the power of 2 of the least expected cost. If one of the two
+    *Search.* All heads are tried with m = 64. 64 exact rows give the error for every number of
+    exact clusters. Errors fall about with the square root of m at a given share of exact keys. So a
+    head may be tried once more, with the power of 2 of the least expected cost. If one of the two
     promises to save a quarter of the time of exact attention, other rows judge it, as many as the
     tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
 
-    The first trial is made only if it takes at most 0.15 of the time of exact attention (causal:
-    0.1 of the time of its square). Shorter sequences get exact attention directly. The squares of a
+    The first trial is made only if it takes at most 0.15 of the time of exact attention (causal: of
+    its square). Shorter sequences get exact attention directly. The squares of a
     head share its tolerance: their squared errors sum to its square. The final output is judged by
     other rows, at least twice as many.
 
@@ -184,7 +181,7 @@ def attention(
     query.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
-    probability of 0.95; the coreset and the squares of a head share the 0.05. The bound uses a rule
+    probability of 0.95. The bound uses a rule
     of three: rows that were not drawn count as wrong by the mean output, times 2 for their odds. It
     may miss rows with larger errors. In full attention the same rows choose the number of exact
     clusters and judge it.

@@ -14,12 +14,10 @@ from linattn._driver import forward
 from linattn._driver.clusters import AssignedKeys
 from linattn._driver.problem import linear_problem
 from linattn.automatic._costs import (
-    FIRST_ROWS,
-    MAX_FEATURES,
     MIN_FEATURES,
+    MIN_HELD_OUT,
     cost_of,
     exact_pairs,
-    first_features,
     fit_work,
     may_be_in_vain,
     num_rows_of,
@@ -40,7 +38,7 @@ def is_worth_a_search(given: Given) -> bool:
     """Whether clusters may be tried; with a tolerance a useless trial must be cheap enough."""
     problem = given.problem
     if given.tolerance is not None:
-        return may_be_in_vain(problem, first_features(problem))
+        return may_be_in_vain(problem)
     whole = fit_work(problem, MIN_FEATURES, num_rows_of(problem))
     whole = whole.plus(read_work(problem, MIN_FEATURES, UNCHECKED / MIN_FEATURES))
     return cost_of(whole, problem) <= exact_pairs(problem)
@@ -51,13 +49,13 @@ def attend(given: Given) -> Answer:
     wide, mask = given.with_bias_in_keys(), query_mask_of(given.problem, given.key_mask)
     tokens = HostTokens(wide.problem, mask, given.generator)
     search = Searcher(wide.problem, given.scale, tokens, given.generator)
-    first, choices = first_features(wide.problem), []
+    choices = []
     for index in tokens:
         if given.tolerance is None:
             choices.append(search.unchecked(index, MIN_FEATURES))
         else:
-            trial = search.trial(index, first, FIRST_ROWS)
-            choices.append(search.choose(index, given.tolerance, trial, MAX_FEATURES))
+            trial = search.trial(index, MIN_FEATURES, MIN_HELD_OUT)
+            choices.append(search.choose(index, given.tolerance, trial))
     groups = groups_of(wide, choices, range(given.num_heads), diagonal=True)
     exact = [head for head, choice in enumerate(choices) if choice.level < 0]
     if exact:
@@ -68,7 +66,7 @@ def attend(given: Given) -> Answer:
 def record_of(choice: Choice) -> HeadRecord:
     """Return the record of one head; of the most exact clusters if it is exact."""
     error, bound = (float(x[choice.level]) for x in choice.trial.curve[:2])
-    return HeadRecord(choice.num_features, choice.num_exact, 0, error, bound, choice.work)
+    return HeadRecord(choice.num_features, choice.num_exact, error, bound, choice.work)
 
 
 def groups_of(

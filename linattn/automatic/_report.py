@@ -19,11 +19,11 @@ class AttentionReport(NamedTuple):
     Attributes
     ----------
     method : str
-        "landmarks" or "coreset", whichever more heads use; "exact" if all heads are exact.
+        "landmarks" if any head has clusters, else "exact".
     num_features : int or None
-        Largest number of clusters, or of entries of a coreset, of any head; None when exact.
-    exact_window : int or None
-        Block length of the coreset's exact blocks, if any head has them; else None.
+        Largest number of clusters of any head; None when exact.
+    exact_window : None
+        No head has a window; the name is from versions in which heads had one.
     error : ndarray, (...)
         Estimated relative output error of each head, from held-out exact rows; 0 when exact.
     cost : float
@@ -31,15 +31,15 @@ class AttentionReport(NamedTuple):
     bound : ndarray, (...)
         Upper bound of the error of each head; the tolerance is compared with it.
     head_methods : ndarray of str, (...)
-        Method of each head.
+        "landmarks" or "exact", for each head.
     head_features : ndarray of int, (...)
-        Clusters or entries of each head; 0 when exact.
+        Clusters of each head; 0 when exact.
     head_clusters : ndarray of int, (...)
         Clusters whose keys each query of a head attends to exactly; 0 for none.
     head_pairs : ndarray, (...)
         Pairs computed for each head, fitting and exact rows included.
     head_windows : ndarray of int, (...)
-        Block length of the exact blocks of each head's coreset; 0 for none.
+        0 for each head, as `exact_window`.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class AttentionReport(NamedTuple):
 
     method: str
     num_features: int | None
-    exact_window: int | None
+    exact_window: None
     error: NDArray[np.float64]
     cost: float
     bound: NDArray[np.float64]
@@ -81,28 +81,22 @@ class HeadRecord(NamedTuple):
         0 for exact attention.
     clusters : int
         Number of exact clusters.
-    window : int
-        Block length of a coreset's exact blocks, 0 for none.
     error, bound : float
         Estimated relative error, and its upper bound; for an exact head from its last trial.
     work : Work
         Work, the search included.
-    method : str
-        Method of a head that is not exact.
     """
 
     num_features: int
     clusters: int
-    window: int
     error: float
     bound: float
     work: Work
-    method: str = "landmarks"
 
     @classmethod
     def exact(cls, problem: Problem) -> Self:
         """Return the record of exact attention without a search."""
-        return cls(0, 0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
+        return cls(0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
 
 
 class Answer(NamedTuple):
@@ -114,17 +108,16 @@ class Answer(NamedTuple):
 
 def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
     """Return the report of all heads; without records, of exact attention."""
-    methods = [head.method if head.num_features else "exact" for head in heads]
-    linear = [name for name in methods if name != "exact"]
+    methods = ["landmarks" if head.num_features else "exact" for head in heads]
 
     def of_heads(values: list[Any], dtype: Any) -> NDArray[Any]:
         return np.array(values, dtype).reshape(problem.lead)
 
     pairs, exact = of_heads([head.work.pairs for head in heads], float), exact_pairs(problem)
     return AttentionReport(
-        method=max(sorted(set(linear)), key=linear.count, default="exact"),
+        method="landmarks" if "landmarks" in methods else "exact",
         num_features=max((head.num_features for head in heads), default=0) or None,
-        exact_window=max((head.window for head in heads), default=0) or None,
+        exact_window=None,
         error=of_heads([h.error if h.num_features else 0.0 for h in heads], float),
         cost=float(pairs.mean() / exact) if heads and exact else 1.0,
         bound=of_heads([h.bound if h.num_features else 0.0 for h in heads], float),
@@ -132,5 +125,5 @@ def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:
         head_features=of_heads([head.num_features for head in heads], np.int64),
         head_clusters=of_heads([head.clusters for head in heads], np.int64),
         head_pairs=pairs,
-        head_windows=of_heads([head.window for head in heads], np.int64),
+        head_windows=of_heads([0] * len(heads), np.int64),
     )

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from linattn.automatic._costs import (
-    FIRST_ROWS,
+    MAX_FEATURES,
     MAX_PROMISED,
+    MIN_HELD_OUT,
     Work,
     cost_of,
     exact_pairs,
@@ -35,9 +36,6 @@ EXPONENT = 0.5
 
 MARGIN = 1.25
 """Assumed ratio of a bound to its error, without the part of rows that nobody drew."""
-
-MIN_GAIN = 0.85
-"""More clusters are tried if their expected cost over the known cost is below this."""
 
 UNCHECKED = 4
 """Exact clusters without a tolerance."""
@@ -140,14 +138,14 @@ class Searcher:
         spent = fit_work(self.problem, m, rows)
         return Choice(trial, level, spent.plus(self._read(trial, level)))
 
-    def choose(self, index: tuple[int, ...], tolerance: float, first: Trial, most: int) -> Choice:
-        """Choose a method within the tolerance; ``most``: the largest number of clusters to try."""
+    def choose(self, index: tuple[int, ...], tolerance: float, first: Trial) -> Choice:
+        """Choose a method within the tolerance."""
         problem, trials = self.problem, [first]
         spent = fit_work(problem, first.num_features, first.curve.rows)
         best = self._plan(first, first.num_features, tolerance)
-        m = self._better(first, tolerance, best, most)
+        m = self._better(first, tolerance, best)
         if m is not None:
-            trials.append(self.trial(index, m, self._fixed_rows or FIRST_ROWS))
+            trials.append(self.trial(index, m, self._fixed_rows or MIN_HELD_OUT))
             spent = spent.plus(fit_work(problem, m, trials[-1].curve.rows))
             best = min(best, self._plan(trials[-1], m, tolerance))
         trial = next((trial for trial in trials if trial.num_features == best.num_features), first)
@@ -171,12 +169,16 @@ class Searcher:
     def _cost(self, trial: Trial, level: int) -> float:
         return cost_of(self._read(trial, level), self.problem)
 
-    def _better(self, trial: Trial, tolerance: float, best: _Plan, most: int) -> int | None:
+    def _better(self, trial: Trial, tolerance: float, best: _Plan) -> int | None:
         """Return a number of clusters that is expected to cost much less; None if there is none."""
-        found, cost, m = None, MIN_GAIN * min(best.cost, exact_pairs(self.problem)), 2
-        while (m := 2 * m) <= most:
+        found, cost, m = (
+            None,
+            MAX_PROMISED * min(best.cost, exact_pairs(self.problem)),
+            trial.num_features,
+        )
+        while (m := 2 * m) <= MAX_FEATURES:
             plan = self._plan(trial, m, tolerance)
-            if m > trial.num_features and plan.cost < cost:
+            if plan.cost < cost:
                 found, cost = m, plan.cost
         return found
 
@@ -195,7 +197,7 @@ class Searcher:
             return _Plan(np.inf, m, rows)
         work = read_work(problem, m, share).plus(Work(exact=float(rows * problem.key.shape[-2])))
         if m != trial.num_features:
-            work = work.plus(fit_work(problem, m, FIRST_ROWS))
+            work = work.plus(fit_work(problem, m, MIN_HELD_OUT))
         return _Plan(cost_of(work, problem), m, rows)
 
 

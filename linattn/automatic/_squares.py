@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import MIN_FEATURES, Work, cost_of, exact_pairs, fit_work
+from linattn.automatic._costs import MIN_FEATURES, Work, exact_pairs, may_be_in_vain
 from linattn.automatic._full import groups_of, record_of
 from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import HeadRecord
@@ -25,12 +25,6 @@ from linattn.typing import Array
 __all__ = ["CausalRows", "Square", "Squares", "squares_of"]
 
 Floats = NDArray[Any]
-
-MAX_FITS = 2
-"""Trials of a head in a square, which share the probability to fail with other squares."""
-
-MAX_FIT = 0.1
-"""Largest cost of a fit, which may be useless, over the cost of the exact square."""
 
 AIM = 0.65
 """Share of the tolerance for the errors of all squares, on the rows that choose. Errors are larger
@@ -60,8 +54,7 @@ def squares_of(given: Given, num_rows: int) -> list[Square]:
     for start, stop in ends:
         square = Square(start, (start + stop) // 2, stop)
         problem = _rectangle(given, square).problem
-        first = fit_work(problem, MIN_FEATURES, num_rows * (stop - square.middle) // length)
-        if cost_of(first, problem) <= MAX_FIT * exact_pairs(problem):
+        if may_be_in_vain(problem, num_rows * (stop - square.middle) // length):
             found.append(square)
             ends += [(start, square.middle), (square.middle, stop)]
     return found
@@ -205,18 +198,15 @@ class _SquareSearch(Searcher):
             rows.given.scale,
             _SquareTokens(rows, square),
             rows.given.generator,
-            1 - (1 - PROBABILITY) / (MAX_FITS * parts),
+            1 - (1 - PROBABILITY) / parts,
             fixed_rows=self.num_rows,
         )
         self.first = [self.trial(index, MIN_FEATURES, self.num_rows) for index in rows.tokens]
 
     def choose_all(self, tolerances: Sequence[float]) -> list[Choice]:
         """Choose a method for each head."""
-        m, most = MIN_FEATURES, MAX_FIT * exact_pairs(self.problem)
-        while cost_of(fit_work(self.problem, 2 * m, self.num_rows), self.problem) <= most:
-            m *= 2
         heads = zip(np.ndindex(self.problem.lead), tolerances, self.first, strict=True)
-        return [self.choose(index, tolerance, first, m) for index, tolerance, first in heads]
+        return [self.choose(*head) for head in heads]
 
 
 def _allowed_errors(first: Floats, sizes: Floats, tolerance: float) -> NDArray[np.float64]:
@@ -245,12 +235,6 @@ class Squares:
         self._given = rows.given
         searches = [_SquareSearch(rows, square, len(squares)) for square in squares]
         bounds = np.array([[x.curve.bound[0] for x in search.first] for search in searches])
-        self.first_error = np.array([float(x.curve.error[0]) for x in searches[0].first])
-        """Error of each head with the fewest clusters in the largest square, the rest exact."""
-        self.first_work = Work()
-        for search in searches:
-            first = fit_work(search.problem, MIN_FEATURES, search.num_rows)
-            self.first_work = self.first_work.plus(first)
         sizes = np.array([float(square.middle - square.start) for square in squares])
         tolerance *= AIM
         allowed = [_allowed_errors(b, sizes, tolerance) for b in bounds.T]
@@ -271,11 +255,10 @@ class Squares:
             for part in parts:
                 work = work.plus(part.work)
             near = [part for part in parts if part.num_features]
-            errors, bounds = np.array([part[3:5] for part in near or parts]).T
+            errors, bounds = np.array([part[2:4] for part in near or parts]).T
             record = HeadRecord(
                 max((part.num_features for part in near), default=0),
                 max((part.clusters for part in near), default=0),
-                0,
                 float(np.sqrt(np.sum(errors**2))),
                 float(np.sqrt(np.sum(bounds**2))),
                 work,
