@@ -150,7 +150,7 @@ def drawn(rng) -> Any:
     return scale, size, grad, 10.0 ** rng.uniform(-2, 0), str(rng.choice(DTYPES))
 
 
-NOT_YET = ("elu", "decay", "decoding", "gated")
+NOT_YET = ("elu", "decay", "decoding", "channel")
 """Parts of the names of calls of which NumPy's own code has slow products still.
 
 Gradients of gated delta rules have some in generic code too, few and with strong decays.

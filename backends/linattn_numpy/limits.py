@@ -56,6 +56,9 @@ LEAST = {4: 2.0**-63, 8: 2.0**-511}
 FAINT = {4: 2.0**-75, 8: 2.0**-600}
 """The same beside unshifted features in gradients, within MAX_VJP_EXPONENT."""
 
+DECAYED = {4: 2.0**-40, 8: 2.0**-400}
+"""The same for decays in recurrences, as in the generic code."""
+
 FEATURE_SCALES = 2.0**-20, 2.0**20
 """Range of a feature's sums on its scale; outside it, the scale does not tell which are small."""
 
@@ -97,6 +100,11 @@ def weights(x: Floats, out: Floats | None = None) -> Floats:
     Smaller weights are negligible beside the largest weight of a row or feature, 1.
     """
     return _rounded_exp(x, x if out is None else out, LEAST[x.itemsize])
+
+
+def decays(log: Floats, out: Floats | None = None) -> Floats:
+    """Exponentials of log decays, in place without ``out``; the smallest are ``DECAYED``."""
+    return _rounded_exp(log, log if out is None else out, DECAYED[log.itemsize])
 
 
 def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:

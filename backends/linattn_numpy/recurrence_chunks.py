@@ -124,10 +124,10 @@ def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
     query, key, _, _, beta = chunks
     log_decay = log_decay.clip(MIN_LOG)
     upto, below = lower(key.shape[-2], key.dtype), lower(key.shape[-2], key.dtype, -1)
-    before = np.exp(np.matmul(upto, log_decay))
-    after = np.exp(np.matmul(transposed(below), log_decay))
+    before = limits.decays(np.matmul(upto, log_decay))
+    after = limits.decays(np.matmul(transposed(below), log_decay))
     # In row i and column j the log decays of tokens j + 1, ..., i.
-    decay = np.exp(np.matmul(upto, log_decay * below))
+    decay = limits.decays(np.matmul(upto, log_decay * below))
     decay *= upto
     reads = _reads(query, key.dtype.type(scale), key, decay[:, None])
     reads[..., : key.shape[-1]] *= before[:, None]
