@@ -89,14 +89,16 @@ class Worker:
     def time(self, kind: str, seconds: float) -> tuple[float, float]:
         """Call for about so many seconds, in bursts, at least one, after some that are not timed.
 
+        Neither a burst nor what is not timed lasts longer than `seconds`, or than one call.
+
         Those find the cache as other peers left it, and pages of an output that the system has
         taken back (256 MiB cost 350 ms after a pause, 19 ms right after the last). Returns the
         median seconds of a call, and the processor time of all over their wall time.
         """
         call, estimate = self._prepared[kind].call, self._estimates[kind]
-        repeats = max(1, round(BURST / estimate))
+        repeats = max(1, round(min(BURST, seconds) / estimate))
         bursts = max(1, int(seconds / (repeats * estimate)))
-        for _ in range(max(1, round(WARM / estimate))):
+        for _ in range(max(1, round(min(WARM, seconds) / estimate))):
             call()
         started, computed = perf_counter(), process_time()
         taken = [_seconds(call, repeats) for _ in range(bursts)]
