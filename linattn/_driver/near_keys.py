@@ -42,6 +42,7 @@ from linattn.typing import (
     State,
     Tokens,
 )
+from linattn.typing._shifts import largest
 
 __all__ = ["Cancelled", "Exchange", "Sinks", "without_sinks", "without_window"]
 
@@ -226,7 +227,7 @@ class Exchange(NamedTuple):
         features, log_row = query_features(problem.query_spec, query)
         features = _weights(features.log, features.values)
         mapped = row_features(problem.key_spec, in_map_coordinates(problem, "key", tokens))
-        log = xp.max(mapped.log, axis=-1, keepdims=True)
+        log = largest(mapped.log, keepdims=True)
         keys = _weights(mapped.log - finite_shift(log, xp), mapped.values)
         sizes = [log_row + log[..., of, :] + hidden for of, hidden in near]
         ratios = [xp.vecdot(features, keys[..., of, :])[..., None] for of, _ in near]

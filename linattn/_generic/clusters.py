@@ -29,6 +29,7 @@ from linattn.typing import (
     State,
     Tokens,
 )
+from linattn.typing._shifts import largest
 
 __all__ = ["assign_block", "choose_block", "clusters_block"]
 
@@ -166,6 +167,6 @@ def clusters_block(
         xp.reshape(xp.take(xp.concat(arrays, axis=0), index, axis=0), (*where.shape, -1))
         for arrays in parts
     )
-    log = xp.max(logs, axis=-2)
+    log = largest(logs, axis=-2)
     num_den = num_den * xp.exp(logs - finite_shift(log, xp)[:, None, :])
     return combine(part, Partial(xp.sum(num_den, axis=-2), log))

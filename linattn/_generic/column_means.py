@@ -31,6 +31,7 @@ from linattn._generic.numerics import LEAST, exp_or_zero, finite_shift, flushed,
 from linattn._generic.prefix_states import prefix_merge
 from linattn._generic.states import absorb, combine, merge, read
 from linattn.typing import Array, ColumnNormalized, Features, Partial, Problem, Spec, State, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = [
     "column_normalized_vjp",
@@ -93,14 +94,14 @@ def _scan_on_one_scale(
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
     """
     xp = namespace(values_and_one)
-    c = xp.maximum(state.log_scale, xp.max(log_k, axis=-2))
+    c = xp.maximum(state.log_scale, largest(log_k, axis=-2))
     shift = finite_shift(c, xp)
     weights_k = exp_or_zero(log_k - shift[..., None, :])
     before = rescaled(state.kvz, state.log_scale - shift, LEAST)
     z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
     if not bool(xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)):
         return None
-    row = xp.max(log_q, axis=-1, keepdims=True)
+    row = largest(log_q, keepdims=True)
     weights_q = flushed(exp_or_zero(log_q - row) / z)
     scores = flushed(xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k))))
     num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
@@ -171,7 +172,7 @@ def _reads(
     empty = z.z == 0
     log_z = finite_shift(z.log_scale, xp) + xp.log(xp.where(empty, xp.ones_like(z.z), z.z))
     log_q = xp.where(empty, xp.full_like(log_z, -xp.inf), log_q)
-    row = finite_shift(xp.max(log_q, axis=-1, keepdims=True), xp)
+    row = finite_shift(largest(log_q, keepdims=True), xp)
     share = exp_or_zero(log_q - row)
     total = xp.sum(share, axis=-1, keepdims=True)
     total = xp.where(total == 0, xp.ones_like(total), total)

@@ -7,6 +7,7 @@ from math import log
 from linattn._arrays import namespace
 from linattn._generic.numerics import LEAST, finite_shift, rescaled
 from linattn.typing import Corrected, Partial, State
+from linattn.typing._shifts import largest
 
 __all__ = ["guard", "widen_state"]
 
@@ -29,7 +30,7 @@ def widen_state(spec: Corrected, state: State) -> State:
     scaled = xp.concat(
         [state.log_scale[..., :m] + spec.half_log, state.log_scale[..., m:]], axis=-1
     )
-    shift = finite_shift(xp.max(scaled, axis=-1, keepdims=True), xp)
+    shift = finite_shift(largest(scaled, keepdims=True), xp)
     corrected = xp.matmul(spec.matrix, rescaled(state.kvz, scaled - shift, LEAST))
     top = shift - spec.half_log
     margin = log(float(xp.finfo(state.kvz.dtype).max)) / 2

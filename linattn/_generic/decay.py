@@ -10,6 +10,7 @@ from typing import Any
 
 from linattn._arrays import namespace
 from linattn.typing import Array, Features, State, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = ["decay_since", "decay_until", "fade", "faded_keys", "faded_rows", "near", "weighed"]
 
@@ -42,7 +43,7 @@ def near(state: State) -> tuple[State, Array]:
     The log scales of a decayed state may be so large that adding them would round a query's logs.
     """
     xp = namespace(state.kvz)
-    top = xp.max(state.log_scale, axis=-1, keepdims=True)
+    top = largest(state.log_scale, keepdims=True)
     top = xp.where(top == -xp.inf, xp.zeros_like(top), top)
     return state._replace(log_scale=state.log_scale - top), top[..., None]
 

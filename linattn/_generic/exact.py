@@ -11,6 +11,7 @@ from linattn._arrays import namespace
 from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = [
     "band_block",
@@ -40,17 +41,17 @@ def exact_block(
     """
     xp = namespace(values_and_one)
     logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))
-    row = xp.max(logits, axis=-1, keepdims=True)
+    row = largest(logits, keepdims=True)
     overflowed = row == -xp.inf
     if key.log_weight is not None:
         logits = logits + xp.matrix_transpose(key.log_weight)
-        row = xp.max(logits, axis=-1, keepdims=True)
+        row = largest(logits, keepdims=True)
     if bias is not None:
         logits = logits + bias
-        row = xp.max(logits, axis=-1, keepdims=True)
+        row = largest(logits, keepdims=True)
     if visible is not None:
         logits = xp.where(visible, logits, xp.full_like(logits, -float("inf")))
-        row = xp.max(logits, axis=-1, keepdims=True)
+        row = largest(logits, keepdims=True)
     weights = exp_or_zero(logits - finite_shift(row, xp))
     # inf - inf: a constant NaN would alarm JAX's debug_nans in every call.
     infinite = xp.where(overflowed, row, xp.zeros_like(row))

@@ -25,6 +25,7 @@ from linattn.typing import (
     Spec,
     Tokens,
 )
+from linattn.typing._shifts import largest
 
 __all__ = ["change_coordinates", "evaluate", "query_features", "row_features", "scaled_features"]
 
@@ -86,15 +87,15 @@ def scaled_features(spec: Spec | Affine, tokens: Tokens) -> tuple[Features, Arra
         return features, None
     xp = namespace(features.values)
     sizes = xp.abs(features.values)
-    largest = xp.max(sizes, axis=-1, keepdims=True)
-    largest = divisor(xp.where(largest == 0, xp.ones_like(largest), largest), xp)
+    size = largest(sizes, keepdims=True)
+    size = divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
     if isinstance(sizes, np.ndarray) and isinstance(spec, Pointwise):
-        is_small = (sizes < SMALL_VALUE * largest) & (sizes > 0)
-        largest = np.where(is_small, sizes, largest) if is_small.any() else largest
-    log = features.log + xp.log(largest)
+        is_small = (sizes < SMALL_VALUE * size) & (sizes > 0)
+        size = np.where(is_small, sizes, size) if is_small.any() else size
+    log = features.log + xp.log(size)
     if isinstance(spec, Pointwise) and spec.f in RECTIFIED and spec.offset == 0.0:
         log = xp.where(features.values == 0, xp.full_like(features.values, -inf), log)
-    return Features(log, features.values / largest), largest
+    return Features(log, features.values / size), size
 
 
 def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
@@ -115,7 +116,7 @@ def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
         features = row_features(spec, tokens)
         xp = namespace(features.log)
         log_row = xp.zeros_like(features.log[..., :1])
-    top = finite_shift(xp.max(features.log, axis=-1, keepdims=True), xp)
+    top = finite_shift(largest(features.log, keepdims=True), xp)
     return Features(features.log - top, features.values), log_row + top
 
 
@@ -124,7 +125,7 @@ def _corrected(spec: Corrected, features: Features) -> Features:
     xp = namespace(features.log)
     m = spec.half_log.shape[-1]
     log = features.log - spec.half_log[..., None, :]
-    row = finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
+    row = finite_shift(largest(log, keepdims=True), xp)
     values = xp.matmul(exp_or_zero(log - row), spec.matrix)
     first = values[..., :m] * xp.exp(spec.half_log)[..., None, :]
     return Features(row, xp.concat([first, values[..., m:]], axis=-1))

@@ -16,6 +16,7 @@ from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import absorb, combine, read
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = [
     "exact_causal_block",
@@ -150,7 +151,7 @@ def read_features_hierarchical(
 def read_diagonal(queries: Features, keys: Features, values_and_one: Array) -> Partial:
     xp = namespace(values_and_one)
     e = queries.log + keys.log
-    row = xp.max(e, axis=-1, keepdims=True)
+    row = largest(e, keepdims=True)
     weights = exp_or_zero(e - finite_shift(row, xp))
     for values in (queries.values, keys.values):
         weights = weights if values is None else weights * values

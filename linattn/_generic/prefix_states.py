@@ -6,6 +6,7 @@ from linattn._arrays import namespace
 from linattn._generic.numerics import finite_shift, rescaled
 from linattn._generic.states import merge
 from linattn.typing import Array, State
+from linattn.typing._shifts import largest
 
 __all__ = [
     "blocks_of",
@@ -58,7 +59,7 @@ def _cumulative_on_one_scale(each: State) -> State | None:
     """Cumulative sum on the largest scale of each feature; None where that is too far from one."""
     xp = namespace(each.kvz)
     empty = each.log_scale == -xp.inf
-    c = finite_shift(xp.max(each.log_scale, axis=-2, keepdims=True), xp)
+    c = finite_shift(largest(each.log_scale, axis=-2, keepdims=True), xp)
     if not bool(xp.all(empty | (c - each.log_scale <= MAX_LOG_SPAN))):
         return None
     kvz = xp.cumulative_sum(rescaled(each.kvz, each.log_scale - c), axis=-3)

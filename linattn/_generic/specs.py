@@ -34,6 +34,7 @@ from linattn.typing import (
     Spec,
     Tokens,
 )
+from linattn.typing._shifts import largest
 
 __all__ = ["exponential_row", "exponents", "nan_if_infinite", "rules_of", "spec_axes", "spec_lead"]
 
@@ -220,12 +221,12 @@ def nan_if_infinite(x: Array) -> Array:
 
 def _log_sum(x: Array, xp: ModuleType) -> Array:
     """Log of the sum of exponentials along the last axis, which stays."""
-    top = xp.max(x, axis=-1, keepdims=True)
+    top = largest(x, keepdims=True)
     return xp.log(xp.sum(exp_or_zero(x - finite_shift(top, xp)), axis=-1, keepdims=True)) + top
 
 
 def _softmax(u: Array, xp: ModuleType) -> Array:
-    weights = exp_or_zero(u - finite_shift(xp.max(u, axis=-1, keepdims=True), xp))
+    weights = exp_or_zero(u - finite_shift(largest(u, keepdims=True), xp))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 
 

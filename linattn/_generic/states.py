@@ -12,6 +12,7 @@ from linattn._arrays import dtype_bits, namespace
 from linattn._generic.features import query_features, row_features
 from linattn._generic.numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = [
     "absorb",
@@ -84,7 +85,7 @@ def key_weights(
     """
     log, values = features
     xp = namespace(log)
-    c = xp.max(log, axis=-2)
+    c = largest(log, axis=-2)
     if log_scale is not None:
         c = xp.maximum(log_scale, c)
     shift = finite_shift(c, xp)
@@ -99,7 +100,7 @@ def query_weights(
     log, values = features
     xp = namespace(log)
     e = log + log_scale[..., None, :]
-    row = xp.max(e, axis=-1, keepdims=True)
+    row = largest(e, keepdims=True)
     weights = exp_or_zero(e - finite_shift(row, xp), bits, least)
     return (weights if values is None else flushed(values * weights, least)), row
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks, _generic
 from linattn._driver.stamps import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = [
     "BaseFeatureMap",
@@ -391,6 +392,6 @@ def square_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[
 def _unit_rows(features: Features, xp: ModuleType) -> tuple[Array, Array]:
     """Split features into a log for each row and values of moderate size."""
     log, values = features
-    row = _generic.finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
+    row = _generic.finite_shift(largest(log, keepdims=True), xp)
     weights = xp.exp(log - row)
     return row, weights if values is None else weights * values

@@ -21,12 +21,12 @@ from linattn._driver.pairs import biased_keys, biased_queries
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
 from linattn.typing import Array, Tokens, Weights
+from linattn.typing._shifts import constant
 
 __all__ = [
     "Inputs",
     "Sample",
     "cycled",
-    "detached",
     "draw_samples",
     "is_concrete",
     "log_normalizers",
@@ -92,7 +92,7 @@ def _with_values(**named: Any) -> list[Any]:
                 f"outside of the traced function and use the map inside"
             )
             raise TypeError(message)
-    return [None if array is None else detached(array) for array in named.values()]
+    return [None if array is None else constant(array) for array in named.values()]
 
 
 def is_concrete(array: Array) -> bool:
@@ -104,11 +104,6 @@ def is_concrete(array: Array) -> bool:
     except Exception:
         return False
     return True
-
-
-def detached(array: Array) -> Array:
-    """Return an array detached from any gradient tape."""
-    return array.detach() if array_api_compat.is_torch_array(array) else array
 
 
 def sample_size(m: int) -> int:

@@ -17,7 +17,6 @@ from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import (
     Inputs,
     cycled,
-    detached,
     draw_samples,
     is_concrete,
     log_normalizers,
@@ -31,6 +30,7 @@ from linattn.feature_maps._landmark_fit import (
 from linattn.feature_maps.exponential import PositiveFeatures
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Assigned, Corrected, Exponential, Problem
+from linattn.typing._shifts import constant
 
 __all__ = ["LandmarkFeatures"]
 
@@ -446,11 +446,11 @@ class LandmarkFeatures(SoftmaxKernelMap):
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             found = log_normalizers(
                 self.scale * self.probes[..., few, :],
-                detached(key),
+                constant(key),
                 problem.weights.key_mask,
                 problem.dtype,
                 problem.xp,
-                None if bias is None else detached(bias),
+                None if bias is None else constant(bias),
             )
             apart = np.abs(found - known)
         largest = float(np.max(apart, initial=0.0, where=np.isfinite(apart)))

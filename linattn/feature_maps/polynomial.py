@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks, _generic
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.typing import Array, Features, Opaque, Tokens
+from linattn.typing._shifts import largest
 
 __all__ = ["PolynomialFeatures", "TaylorFeatures"]
 
@@ -102,7 +103,7 @@ class _Evaluator:
         """
         xp = self.xp
         u = x * self.root
-        size = xp.max(xp.abs(u), axis=-1, keepdims=True)
+        size = largest(xp.abs(u), keepdims=True)
         if any(self.used[:-1]):
             size = xp.maximum(size, xp.ones_like(size))
         size = _generic.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
 
+from linattn.typing._shifts import largest
 from linattn.typing.records import Array, Features, Tokens, one_line
 
 __all__ = [
@@ -67,7 +68,7 @@ class Activation:
 def _elu_plus_one(u: Array, xp: ModuleType) -> tuple[Array, Array]:
     # A row of large negative numbers would underflow to no feature at all; its largest
     # coordinate goes to the log, which is 0 for every row that has a positive one.
-    row = xp.max(u, axis=-1, keepdims=True)
+    row = largest(u, keepdims=True)
     zero = xp.zeros_like(u)
     log = xp.minimum(row, xp.zeros_like(row))
     # No minimum: of two equal numbers autograd gives each half of the gradient.
