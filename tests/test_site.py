@@ -62,6 +62,18 @@ def test_pages_show_what_is_public(site):
     assert special == {"__call__"}
 
 
+def test_lists_and_blocks_are_no_text(site):
+    """A list without an empty line before it would run on in the paragraph above."""
+    broken = {
+        (page.parent.name, text)
+        for page in site.glob("*/index.html")
+        for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(encoding="utf-8"), re.DOTALL)
+        for text in [re.sub(r"<code>.*?</code>|<[^>]+>", "", paragraph, flags=re.DOTALL)]
+        if re.search(r"^\s*[*-] \S|```|\*\*|^\|", text, re.MULTILINE)
+    }
+    assert broken == set()
+
+
 SEARCHED = [
     *("memmap", "train_copy", "checkpoint", "Dask", "DataFrame", "pandas", "time series"),
     *("nn.Module", "autocast", "torch.compile", "migrate", "KV cache", "prefix", "ALiBi"),
