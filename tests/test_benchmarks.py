@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from benchmarks import recurrences, same_bits
-from benchmarks.peers import oracle, page, rotation
+from benchmarks.peers import numbers, oracle, page, rotation
 from benchmarks.peers.goals import goals
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
 from benchmarks.peers.machine import describe, slug
@@ -527,6 +527,8 @@ def test_the_command_runs_to_its_end(tmp_path):
     assert max(map(len, printed.partition("\n\n")[2].split("\nwrote")[0].splitlines())) <= 80
     assert "64 tokens, 1 thread" in printed
     assert "left out" not in printed
+    for case, (_, by, _) in numbers.CASES.items():
+        assert printed.count(f"| {case} | ") == len(by)
     name = slug(describe([0])["cpu"])
     record = Record.read(tmp_path / f"{name}.json")
     assert record.lengths("causal") == [64, 96]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import scales
+from benchmarks.peers import numbers, scales
 from benchmarks.peers.in_numpy import EXPONENTIALS
 from benchmarks.peers.machine import describe, slug
 from benchmarks.peers.page import RESULTS
@@ -191,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     print()
     print(joined(tables(record)))
+    if options.scales:
+        print()
+        print(numbers.table(numbers.ratios(options.scale_length, options.rounds)))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{slug(record.machine['cpu'])}.json"
     record.write(path)
