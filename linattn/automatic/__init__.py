@@ -152,7 +152,7 @@ def attention(
     logits about the logit of K_c. If L = S, the exact weight of key i counts too: a query whose own
     key would be missed chooses its cluster.
 
-    Clusters are found from at most 16 m keys: k-means++, then Lloyd steps. Distances are in the
+    Clusters are found from at most 8 m keys: k-means++, then Lloyd steps. Distances are in the
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
     key's odds to be drawn are proportional to its squared distance to the mean key. Traced arrays
     have no values to inspect: they get exact attention.
