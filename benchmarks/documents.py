@@ -6,7 +6,7 @@
 Cosine between the embedding of a document and that by exact attention, mean and lowest, for
 `linattn.attention` made to take its linear path: at 512 tokens it would be exact, as that is
 cheaper there, so masked tokens fill each document up to --filled-up. Beside it, landmarks of a
-fixed number with a window. Texts and weights are those of at_length.py.
+fixed number with a window. Texts and weights are those of texts.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 import linattn
-from benchmarks.at_length import KINDS, TOLERANCE, errors, minilm, windows
-from benchmarks.real_inputs import FilledUp
+from benchmarks.real_inputs import FilledUp, errors
+from benchmarks.texts import KINDS, minilm, windows
 from linattn import layers
+
+TOLERANCE = 0.1
 
 
 class Linear(layers.Attention):

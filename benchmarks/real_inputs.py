@@ -2,8 +2,9 @@
 
 Each function returns a :class:`Case` of a length; :data:`INPUTS` names them. Nothing is downloaded:
 
-* "minilm" runs all-MiniLM-L6-v2 on texts if its weights are installed (examples/minilm_model.py
-  says how), else takes the shipped long sample, tiled with noise;
+* "minilm" runs all-MiniLM-L6-v2 on CPython's manual if its weights are installed
+  (examples/minilm_model.py says how), else takes the shipped long sample, tiled with noise; "minilm
+  code", "minilm licences" and "minilm docstrings" are other texts, and need the weights;
 * "whisper" reads queries, keys and values of a speech encoder from the file of arrays that the
   environment variable ``LINATTN_WHISPER`` names: each ``(heads, L, 64)``, whose names begin with q,
   k and v. ``python -m benchmarks.speech --arrays FILE`` writes one. Windows on end make it longer,
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,18 +140,23 @@ def _on_end(parts: list[Floats], length: int, seed: int) -> list[Floats]:
 
 def minilm(length: int, seed: int = 0, kind: str = "manual") -> list[Case]:
     """Two layers of all-MiniLM-L6-v2, a case each, on windows of 512 tokens on end."""
-    try:
-        from benchmarks.at_length import inputs
+    from benchmarks import texts
 
-        layers = inputs(kind, length, [1, 4], seed)[:, :, ::3]
+    try:
+        layers = texts.inputs(kind, length, [1, 4], seed)[:, :, ::3]
         return [_case([np.ascontiguousarray(x) for x in layer]) for layer in layers]
-    except (ImportError, FileNotFoundError, SystemExit):
+    except texts.minilm.ExampleError:
+        if kind != "manual":
+            raise
         sample = [np.asarray(x) for x in linattn.datasets.pretrained_long_qkv()]
         return [_case(_on_end([x[i] for x in sample], length, seed)) for i in range(2)]
 
 
 def whisper(length: int, seed: int = 0) -> list[Case]:
     """Layers of a speech encoder, a case each."""
+    if "LINATTN_WHISPER" not in os.environ:
+        message = "whisper: LINATTN_WHISPER must name a file that benchmarks.speech --arrays writes"
+        raise SystemExit(message)
     with np.load(Path(os.environ["LINATTN_WHISPER"])) as arrays:
         layers = sorted(name[1:] for name in arrays if name.startswith("q"))
         found = [[arrays[part + layer] for part in "qkv"] for layer in layers]
@@ -231,4 +238,5 @@ INPUTS: dict[str, Callable[[int, int], list[Case]]] = {
     "colours": colours,
     "delays": delays,
     "heavy tails": heavy_tails,
+    **{f"minilm {kind}": partial(minilm, kind=kind) for kind in ("code", "licences", "docstrings")},
 }

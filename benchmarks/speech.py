@@ -41,7 +41,7 @@ RATE, WINDOW, STEP = 16_000, 480_000, 138_000
 """Samples a second, of a window, and from one window to the next."""
 
 TYPES = ("<f4", "i1", "<i2", "<i4", "<f2")
-START = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>")
+START = ("<|startoftranscript|>", "<|notimestamps|>")
 MOST_TOKENS = 110
 
 
@@ -115,7 +115,7 @@ def mel_filters(bands: int = 80) -> Any:
 
 
 class Whisper:
-    """Whisper tiny: 4 layers of 6 heads of 64 on either side."""
+    """Whisper tiny for English: 4 layers of 6 heads of 64 on either side."""
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer
@@ -159,7 +159,10 @@ class Whisper:
         """Return the likeliest tokens, one after the other, the start included."""
         tokens = list(self.start)
         while len(tokens) < MOST_TOKENS:
-            token = int(self.decode(tokens, encoded)[-1, : self.end + 1].argmax())
+            said = self.decode(tokens, encoded)[-1, : self.end + 1]
+            if len(tokens) == len(self.start):
+                said[self.end] = -np.inf  # speech has words
+            token = int(said.argmax())
             if token == self.end:
                 break
             tokens.append(token)
