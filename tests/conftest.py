@@ -66,6 +66,8 @@ JAX_FILES = {
     "test_window.py",
 }
 
+# Cases of those that JAX would compile anew, for what others show.
+JAX_REPEATS = {"float64", "unprojected"}
 
 # The subset `pytest -m quick`: what most changes break first, in half a minute on two cores.
 QUICK_FILES = {
@@ -105,13 +107,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in fuzz]
     if PROFILE == "fresh":
         return
-    slow = [item for item in items if item.path.name not in JAX_FILES and _on_jax(item)]
+    slow = [item for item in items if _on_jax(item) and _is_left_out(item)]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
 
 
 def _on_jax(item: pytest.Item) -> bool:
     return "jax" in _libraries(item)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    return item.path.name not in JAX_FILES or bool(JAX_REPEATS & _libraries(item))
 
 
 def _libraries(item: pytest.Item) -> set[str]:
