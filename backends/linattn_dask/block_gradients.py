@@ -13,7 +13,7 @@ import array_api_compat
 import linattn
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, State
-from linattn_dask.blocks import Block, add_blocks
+from linattn_dask.blocks import Block, add_blocks, zeros
 
 __all__ = [
     "BlockGradients",
@@ -25,7 +25,6 @@ __all__ = [
     "pull_queries",
     "state_gradient",
     "tokens_of",
-    "zeros",
 ]
 
 
@@ -100,12 +99,6 @@ def tokens_of(block: Block, dtype: Any, *names: str) -> list[Array]:
     """Chunks in the accumulation dtype, in which gradients of one block are added."""
     chunks = [block[name] for name in names]
     return [array_api_compat.array_namespace(c).astype(c, dtype, copy=False) for c in chunks]
-
-
-def zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    """Zeros of the library, dtype and device of an array."""
-    xp, device = array_api_compat.array_namespace(like), array_api_compat.device(like)
-    return xp.zeros(shape, dtype=like.dtype, device=device)
 
 
 def _no_rows(like: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 import linattn
 from linattn.typing import Array
-from linattn_dask.blocks import Block, along_blocks
+from linattn_dask.blocks import Block, along_blocks, zeros
 
 __all__ = [
     "merge_transitions",
@@ -119,8 +119,8 @@ def _recur_from_identity(
 ) -> tuple[Array, Array]:
     """Output and state by the delta rule from ``[0, 1]``: of values, and of what was before."""
     xp, d = array_api_compat.array_namespace(key), key.shape[-1]
-    values = xp.concat([value, _zeros(value, (*value.shape[:-1], d))], axis=-1)
-    first = xp.concat([_zeros(key, (d, value.shape[-1])), _diagonal(key, None)], axis=-1)
+    values = xp.concat([value, zeros(value, (*value.shape[:-1], d))], axis=-1)
+    first = xp.concat([zeros(key, (d, value.shape[-1])), _diagonal(key, None)], axis=-1)
     output, state = linattn.linear_recurrence(
         key if query is None else query,
         key,
@@ -137,11 +137,6 @@ def _recur_from_identity(
 def _lead(block: Block, *names: str) -> tuple[int, ...]:
     there = [block[name] for name in names if block[name] is not None]
     return np.broadcast_shapes(*(tuple(array.shape[:-2]) for array in there))
-
-
-def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
-    xp, device = array_api_compat.array_namespace(like), array_api_compat.device(like)
-    return xp.zeros(shape, dtype=like.dtype, device=device)
 
 
 def _product(left: Array, right: Array) -> Array:

@@ -33,6 +33,7 @@ __all__ = [
     "scan",
     "scan_states",
     "softmax_block",
+    "zeros",
 ]
 
 
@@ -267,3 +268,9 @@ def _beside(output: Array, norm: Array) -> Array:
     """Put log normalizers behind the columns of outputs."""
     xp = array_api_compat.array_namespace(output)
     return xp.concat([xp.astype(output, norm.dtype, copy=False), norm[..., None]], axis=-1)
+
+
+def zeros(like: Array, shape: tuple[int, ...]) -> Array:
+    """Zeros of the library, dtype and device of an array."""
+    xp, device = array_api_compat.array_namespace(like), array_api_compat.device(like)
+    return xp.zeros(shape, dtype=like.dtype, device=device)

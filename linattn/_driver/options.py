@@ -24,11 +24,9 @@ __all__ = [
 ]
 
 
-class InteropOptions(TypedDict, total=False):
-    """Keyword arguments that torch's and JAX's gradients take too, for type checkers."""
+class _KeyOptions(TypedDict, total=False):
+    """Which keys a query sees, and what they weigh."""
 
-    log_decay: Array | float | None
-    normalize: bool
     is_causal: bool | Literal["lower_right"]
     key_mask: Array | None
     key_bias: Array | None
@@ -37,17 +35,29 @@ class InteropOptions(TypedDict, total=False):
     prefix_length: Any
     causal_block: int | None
     cu_seqlens: Any
+
+
+class _OffsetOptions(TypedDict, total=False):
+    """What depends on the offset of the key from the query."""
+
+    sinks: int | None
+    window_bias: Array | None
+    far_bias: tuple[Any, Any] | None
+
+
+class InteropOptions(_KeyOptions, total=False):
+    """Keyword arguments that torch's and JAX's gradients take too, for type checkers."""
+
+    log_decay: Array | float | None
+    normalize: bool
     initial_state: State | None
     chunk_size: int | None
 
 
-class GradientOptions(InteropOptions, total=False):
+class GradientOptions(InteropOptions, _OffsetOptions, total=False):
     """Keyword arguments of :func:`linattn.linear_attention_vjp`, for type checkers."""
 
     exact_window: int | None
-    sinks: int | None
-    window_bias: Array | None
-    far_bias: tuple[Any, Any] | None
 
 
 class WindowOptions(GradientOptions, total=False):
@@ -56,22 +66,11 @@ class WindowOptions(GradientOptions, total=False):
     exact_clusters: int | None
 
 
-class SoftmaxOptions(TypedDict, total=False):
+class SoftmaxOptions(_KeyOptions, _OffsetOptions, total=False):
     """Keyword arguments of :func:`linattn.softmax_attention`, for type checkers."""
 
     scale: float | None
-    is_causal: bool | Literal["lower_right"]
-    key_mask: Array | None
-    key_bias: Array | None
-    key_lengths: Any
-    key_stop: Any
-    prefix_length: Any
-    causal_block: int | None
-    cu_seqlens: Any
     local_window_size: int | tuple[int | None, int | None] | None
-    sinks: int | None
-    window_bias: Array | None
-    far_bias: tuple[Any, Any] | None
 
 
 class Options(NamedTuple):
