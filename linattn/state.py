@@ -404,6 +404,17 @@ class Decoder:
         """Return an independent decoder with the same state; its steps give the same bits.
 
         To undo a draft, continue with a copy made before the draft.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import linattn
+        >>> phi, token = linattn.feature_maps.EluFeatures(), np.ones(8)
+        >>> decoder = linattn.Decoder(phi, linattn.init_state(phi, 8, like=token))
+        >>> before = decoder.copy()
+        >>> _ = decoder.step(token, token, token)
+        >>> before.state.length, decoder.state.length
+        (0, 1)
         """
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)

@@ -401,6 +401,14 @@ class LandmarkFeatures(SoftmaxKernelMap):
         ----------
         Veach, Guibas, "Optimally Combining Sampling Techniques for Monte Carlo Rendering" (1995),
         section 3.3, the balance heuristic.
+
+        Examples
+        --------
+        >>> import linattn
+        >>> query, key, value = linattn.datasets.pretrained_qkv()
+        >>> phi = linattn.feature_maps.LandmarkFeatures.sample(query, key, num_features=64, rng=0)
+        >>> linattn.linear_attention(query, key, value, phi).shape
+        (2, 12, 256, 32)
         """
         m = _checks.check_positive_int("num_features", num_features)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)

@@ -242,6 +242,14 @@ class kernel_density:
         -------
         array, (size, d)
             In the layout and library of the data.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from linattn.kernels import kernel_density
+        >>> data = np.random.default_rng(0).standard_normal((500, 2))
+        >>> kernel_density(data).resample(10, rng=0).shape
+        (10, 2)
         """
         size = int(self.neff) if size is None else _checks.check_positive_int("size", size)
         generator = np.random.default_rng(rng)

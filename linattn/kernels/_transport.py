@@ -98,6 +98,15 @@ class Transport:
         -------
         array, (..., N, e)
             Weighted means.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from linattn.kernels import sinkhorn
+        >>> x = np.random.default_rng(0).standard_normal((50, 2))
+        >>> moved = sinkhorn(x, x + 3.0, reg=1.0).barycentric(x + 3.0)
+        >>> bool(np.all(np.abs((moved - x).mean(axis=0) - 3.0) < 0.5))
+        True
         """
         _, (values,), dtype = check_points(values=values)
         xp = _arrays.namespace(values)
