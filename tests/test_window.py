@@ -7,6 +7,7 @@ from __future__ import annotations
 import tracemalloc
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
