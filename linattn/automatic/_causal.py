@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 
 from linattn import _arrays
 from linattn.automatic._costs import Work, exact_pairs, num_rows_of, rows_limit
@@ -10,14 +11,10 @@ from linattn.automatic._heads import Given, join_heads
 from linattn.automatic._report import Answer
 from linattn.automatic._search import PROBABILITY
 from linattn.automatic._squares import CausalRows, Squares, squares_of
+from linattn.automatic._tokens import WEIGHTED
 from linattn.typing import Array
 
 __all__ = ["attend", "is_worth_a_search"]
-
-ROW_LEVEL = 12.0
-"""Number of rows that judge the output times the squared tolerance. If outputs have mean 0, the
-rule of three bounds the squared error by ``2 log(20) / h`` with h rows, half of the squared
-tolerance then: a row may have half of the mean odds."""
 
 
 def is_worth_a_search(given: Given) -> bool:
@@ -34,8 +31,10 @@ def attend(given: Given) -> Answer:
     wide, num_rows = given.with_bias_in_keys(), num_rows_of(given.problem)
     squares = squares_of(wide, num_rows)
     found = Squares(CausalRows(wide, num_rows, squares), squares, given.tolerance)
-    # Other rows: errors of what was chosen are too small on the rows that it was chosen by.
-    num_fresh = min(int(ROW_LEVEL / given.tolerance**2), rows_limit(given.problem))
+    # Other rows: errors of what was chosen are too small on the rows that it was chosen by. If
+    # outputs have mean 0, the rule of three takes half of the squared tolerance with so many.
+    num_fresh = int(-2 * log(1 - PROBABILITY) / (1 - WEIGHTED) / given.tolerance**2)
+    num_fresh = min(num_fresh, rows_limit(given.problem))
     num_fresh = min(max(2 * num_rows, num_fresh), int(given.problem.key.shape[-2]))
     fresh = Work(exact=(num_rows + num_fresh) * given.problem.key.shape[-2] / 2)
     records = [record._replace(work=record.work.plus(fresh)) for record in found.records()]

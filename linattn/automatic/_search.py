@@ -31,9 +31,6 @@ PROBABILITY = 0.95
 LEVELS = (*range(5), *range(6, 25, 2), *range(28, 49, 4), *range(56, 81, 8), 96, 112, 128)
 """Numbers of exact clusters to choose from: at most half of the clusters."""
 
-EXPONENT = 0.5
-"""Power of the number of clusters with which errors fall at a given share of exact keys."""
-
 MARGIN = 1.25
 """Assumed ratio of a bound to its error, without the part of rows that nobody drew."""
 
@@ -192,7 +189,8 @@ class Searcher:
             rows = int(np.clip(wanted, num_rows_of(problem), rows_limit(problem)))
             floor = curve.floor * (curve.rows / max(rows, 1)) ** 0.5
         allowed = max(tolerance**2 - floor**2, 0) ** 0.5 / MARGIN
-        share = _expected_share(curve, allowed * (m / trial.num_features) ** EXPONENT)
+        # At a given share of exact keys errors fall about with the square root of m.
+        share = _expected_share(curve, allowed * (m / trial.num_features) ** 0.5)
         if share is None:
             return _Plan(np.inf, m, rows)
         work = read_work(problem, m, share).plus(Work(exact=float(rows * problem.key.shape[-2])))

@@ -12,7 +12,7 @@ from linattn import _arrays
 from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
-__all__ = ["Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
+__all__ = ["WEIGHTED", "Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
 
 Floats = NDArray[Any]
 
