@@ -145,7 +145,8 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
     (S, d), e = problem.key.shape[-2:], problem.value.shape[-1]
     sampled = min(S, SAMPLED_KEYS * m)
     return Work(
-        exact=float(num_rows * S),
+        # By cluster, as gathered keys.
+        gathered=float(num_rows * S),
         # Keys are also sorted, and distances taken along coordinates.
         features=float(S * (m + 2 * d + e) + num_rows * m),
         distances=float((LLOYD_STEPS + 1) * sampled * m),

@@ -150,7 +150,7 @@ class Searcher:
             head = self.tokens.head(index, best.rows)
             if self._fixed_rows is None and not head.all_rows:
                 trial = self._judged(trial, head)
-                spent = spent.plus(Work(exact=float(trial.curve.rows * problem.key.shape[-2])))
+                spent = spent.plus(Work(gathered=float(trial.curve.rows * problem.key.shape[-2])))
             # From the most exact down to the first that fails: all are judged at the probability
             # of one.
             fails = np.flatnonzero(~(trial.curve.bound <= tolerance))
@@ -193,7 +193,7 @@ class Searcher:
         share = _expected_share(curve, allowed * (m / trial.num_features) ** 0.5)
         if share is None:
             return _Plan(np.inf, m, rows)
-        work = read_work(problem, m, share).plus(Work(exact=float(rows * problem.key.shape[-2])))
+        work = read_work(problem, m, share).plus(Work(gathered=float(rows * problem.key.shape[-2])))
         if m != trial.num_features:
             work = work.plus(fit_work(problem, m, MIN_HELD_OUT))
         return _Plan(cost_of(work, problem), m, rows)
