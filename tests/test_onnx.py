@@ -224,6 +224,10 @@ def test_the_encoder_of_the_page_needs_no_linattn(tmp_path, monkeypatch):
             "the number of its operations depends",
         ),
         (lambda x: x * x.shape[1] ** -0.5, r"numbers of shape \(\) that depend on them"),
+        (
+            lambda x: x + ndx.asarray(np.ones((x.shape[1], 4)).cumsum(0)[::-1]),
+            r"of shape \(16, 4\)",
+        ),
         (lambda x: x[:, : x.shape[1] // 2, :], "the integer 8 .* has no one reason"),
         (lambda x: ndx.log(x) if x.shape[1] % 2 else ndx.exp(x), "its operation .* depends"),
     ],
