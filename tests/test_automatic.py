@@ -54,6 +54,7 @@ def error(output, exact):
 def eager(monkeypatch):
     """Search where a search in vain would take too long: on short sequences, for short tests."""
     monkeypatch.setattr(_costs, "MAX_SEARCH", 1.2)
+    monkeypatch.setattr(_costs, "MAX_VAIN", 2.0)
 
 
 @full_and_causal
@@ -285,6 +286,17 @@ def test_each_head_meets_the_tolerance_in_its_own_way(eager, is_causal):
         warnings.simplefilter("error")
         _, report = linattn.attention(*easy, is_causal=is_causal, rng=0, return_report=True)
     assert report.method == name
+
+
+def test_heads_are_not_tried_once_many_trials_were_in_vain(monkeypatch):
+    """Together they cost a call no more than a tenth of exact attention."""
+    arrays = [np.repeat(x[:1], 12, axis=0) for x in unstructured(4200, (1,))]
+    fitted = found_with(monkeypatch)
+    with pytest.warns(UserWarning, match="takes exact attention, in quadratic"):
+        _, report = linattn.attention(*arrays, rng=0, return_report=True)
+    assert 6 < len(fitted) < 12
+    assert 1 < report.cost < 1.1
+    assert_array_equal(report.head_pairs[-1], 4200**2)
 
 
 def test_a_search_in_vain_is_not_made():

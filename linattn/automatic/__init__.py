@@ -170,7 +170,8 @@ def attention(
     tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
 
     The first trial is made only if it takes at most 0.15 of the time of exact attention (causal: of
-    its square). Shorter sequences get exact attention directly. The squares of a
+    its square), and heads are tried until useless trials cost a call a tenth of exact attention.
+    Other heads and shorter sequences get exact attention directly. The squares of a
     head share its tolerance: their squared errors sum to its square. The final output is judged by
     other rows, at least twice as many.
 

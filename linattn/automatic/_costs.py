@@ -23,6 +23,7 @@ __all__ = [
     "num_rows_of",
     "read_work",
     "rows_limit",
+    "spare_of",
 ]
 
 MIN_FEATURES, MAX_FEATURES = 64, 2048
@@ -30,6 +31,9 @@ MIN_FEATURES, MAX_FEATURES = 64, 2048
 
 MAX_SEARCH = 0.15
 """Largest cost of a first trial, which may be useless, over the cost of exact attention."""
+
+MAX_VAIN = 0.1
+"""Cost of all useless trials of a call, less what other heads save, over exact attention."""
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Bounds of the number of exact rows of a head, a 32nd of all, if its tolerance needs no more. The
@@ -164,6 +168,11 @@ def read_work(problem: Problem, m: int, share: float) -> Work:
         chosen=float(L * m) if share else 0.0,
         visits=share * L * m,
     )
+
+
+def spare_of(problem: Problem, num_heads: int) -> float:
+    """Return the cost of trials that may be useless in one call."""
+    return MAX_VAIN * num_heads * exact_pairs(problem)
 
 
 def may_be_in_vain(problem: Problem, num_rows: int = MIN_HELD_OUT) -> bool:

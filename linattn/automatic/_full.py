@@ -22,6 +22,7 @@ from linattn.automatic._costs import (
     may_be_in_vain,
     num_rows_of,
     read_work,
+    spare_of,
 )
 from linattn.automatic._fit import Clusters
 from linattn.automatic._heads import Given, join_heads
@@ -38,7 +39,8 @@ def is_worth_a_search(given: Given) -> bool:
     """Whether clusters may be tried; with a tolerance a useless trial must be cheap enough."""
     problem = given.problem
     if given.tolerance is not None:
-        return may_be_in_vain(problem)
+        first = cost_of(fit_work(problem, MIN_FEATURES, MIN_HELD_OUT), problem)
+        return may_be_in_vain(problem) and first <= spare_of(problem, given.num_heads)
     whole = fit_work(problem, MIN_FEATURES, num_rows_of(problem))
     whole = whole.plus(read_work(problem, MIN_FEATURES, UNCHECKED / MIN_FEATURES))
     return cost_of(whole, problem) <= exact_pairs(problem)
@@ -49,13 +51,18 @@ def attend(given: Given) -> Answer:
     wide, mask = given.with_bias_in_keys(), query_mask_of(given.problem, given.key_mask)
     tokens = HostTokens(wide.problem, mask, given.generator)
     search = Searcher(wide.problem, given.scale, tokens, given.generator)
-    choices = []
+    choices, spare = [], spare_of(wide.problem, given.num_heads)
+    exact_cost = exact_pairs(wide.problem)
+    first = cost_of(fit_work(wide.problem, MIN_FEATURES, MIN_HELD_OUT), wide.problem)
     for index in tokens:
         if given.tolerance is None:
             choices.append(search.unchecked(index, MIN_FEATURES))
+        elif first > spare:
+            choices.append(Choice.untried(wide.problem))
         else:
             trial = search.trial(index, MIN_FEATURES, MIN_HELD_OUT)
             choices.append(search.choose(index, given.tolerance, trial))
+            spare += exact_cost - cost_of(choices[-1].work, wide.problem)
     groups = groups_of(wide, choices, range(given.num_heads), diagonal=True)
     exact = [head for head, choice in enumerate(choices) if choice.level < 0]
     if exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -63,6 +63,12 @@ class Choice(NamedTuple):
     trial: Trial
     level: int
     work: Work
+
+    @classmethod
+    def untried(cls, problem: Problem) -> Self:
+        """Return exact attention without a trial."""
+        none = Trial(0, (0,), None, ErrorCurve(*np.zeros((3, 1))))
+        return cls(none, -1, Work(exact=exact_pairs(problem)))
 
     @property
     def num_features(self) -> int:
