@@ -12,8 +12,8 @@ worst; each head takes the best settings of a way. The ways:
   keys in its logit, and the clusters of largest weight count exactly;
 * the largest keys of each row, and a truncated singular value decomposition: both need all weights,
   and bound what is sparse and what has a low rank;
-* `linattn.attention` at several tolerances, where it is not exact. Masked tokens make sequences
-  twice as long, so that it searches for a way.
+* `linattn.attention` at several tolerances, where it is not exact. Masked tokens make sequences so
+  long that it searches for a way.
 
 ``--record FILE.json`` measures landmarks, exact clusters and the twenty lines only, and writes the
 curves. Every call is of a public name, so that it runs in older revisions. ``--against FILE.json``
@@ -58,6 +58,9 @@ difference of logs that are the same, and the share of queries that no choice of
 FITTED, OWN, MEANS = "exact clusters", "own key, exact clusters", "k-means, twenty lines"
 ALONE, CALL, LARGEST, LOW_RANK = "landmarks", "attention", "largest keys", "low rank"
 OURS, BEFORE = (ALONE, FITTED, OWN, CALL), (ALONE, FITTED, MEANS)
+LONG = 8192
+"""Tokens, masked ones included, for which a call of one head searches for a way."""
+
 COSTS = (128, 256, 512)
 """Keys and columns at which ways are compared."""
 
@@ -222,7 +225,7 @@ def by_call(head: Head) -> Iterator[Point]:
     arrays = [x[None] for x in marked.arrays]
     options = {name: x[None] if name == "key_bias" else x for name, x in head.options.items()}
     for tolerance in TOLERANCES:
-        attend = FilledUp(tolerance, 2 * length, 0)
+        attend = FilledUp(tolerance, max(LONG, 2 * length), 0)
         (output,) = attend(*arrays, **options)
         if not attend.exact:
             cost = float(attend.report.head_features[0]) + marked.exact_pairs(output)
