@@ -26,6 +26,7 @@ __all__ = [
     "device_array",
     "dtype_bits",
     "is_lazy",
+    "is_sparse_tensor",
     "kinds",
     "library_name",
     "namespace",
@@ -68,8 +69,16 @@ def not_supported(name: str, array: Any) -> str:
     root, came = _root(type(array)), type(array).__name__
     if root in DENSE_FORMS:
         came = f"{root}.{came}"
-    dense = DENSE_FORMS.get(root, "numpy.asarray({})").format(name)
-    return f"got {came}; convert it, for example with {dense}"
+    if is_sparse_tensor(array):
+        came = f"{came} of layout {array.layout}"
+    methods = (f"{{}}.{method}()" for method in ("todense", "to_dense") if hasattr(array, method))
+    dense = DENSE_FORMS.get(root) or next(methods, "numpy.asarray({})")
+    return f"got {came}; convert it, for example with {dense.format(name)}"
+
+
+def is_sparse_tensor(array: Any) -> bool:
+    """Whether this is a tensor of torch that stores only some of its numbers."""
+    return array_api_compat.is_torch_array(array) and str(array.layout) != "torch.strided"
 
 
 def _root(kind: type) -> str:
@@ -251,6 +260,13 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 def is_lazy(array: Array) -> bool:
     """Whether inspecting the array's values is impossible (traced) or expensive (lazy)."""
+    if array_api_compat.is_torch_array(array):
+        torch = sys.modules["torch"]
+        if torch.compiler.is_compiling():
+            return False
+        functorch = torch._C._functorch
+        levels = functorch.get_interpreter_stack() or ()
+        return any(level.key() == functorch.TransformType.Vmap for level in levels)
     return bool(array_api_compat.is_lazy_array(array))
 
 
@@ -307,7 +323,7 @@ def _is_ordinary(array: Any) -> bool:
 def kinds(arrays: Iterable[Any]) -> list[Any]:
     """Return types, shapes, dtypes and devices: later arrays with equal ones need no check."""
     return [
-        (type(a), getattr(a, "shape", None), getattr(a, "dtype", None), getattr(a, "device", None))
+        (type(a), *(getattr(a, n, None) for n in ("shape", "dtype", "device", "layout")))
         for a in arrays
     ]
 

@@ -15,6 +15,7 @@ from linattn._arrays import (
     _is_ordinary,
     dtype_bits,
     is_lazy,
+    is_sparse_tensor,
     library_name,
     namespace,
     not_supported,
@@ -62,7 +63,7 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
     try:
-        if isinstance(array, numbers.Number | np.generic | str | bytes):
+        if isinstance(array, numbers.Number | np.generic | str | bytes) or is_sparse_tensor(array):
             raise TypeError
         xp = namespace(array)
     except TypeError:
@@ -206,8 +207,7 @@ def check_finite_number(name: str, value: Any, *, positive: bool = False) -> flo
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         message = f"{name} must be a real number, got {value!r}"
         raise TypeError(message)
-    number = float(value)
-    if not np.isfinite(number) or (positive and number <= 0):
+    if not np.isfinite(number := float(value)) or (positive and number <= 0):
         wanted = "a positive finite number" if positive else "a finite number"
         message = f"{name} must be {wanted}, got {number}"
         raise ValueError(message)

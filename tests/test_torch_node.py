@@ -194,10 +194,61 @@ def test_inductor_takes_the_node_as_it_is():
     agree(torch.compile(call, fullgraph=True)(*QKV), call(*QKV))
 
 
-def test_plain_functions_can_be_differentiated_twice():
+PLAIN: dict[str, Any] = {
+    "linear": lambda *qkv: plain(*qkv, PHI),
+    "linear, causal": lambda *qkv: plain(*qkv, PHI, is_causal=True),
+    "decay": lambda *qkv: plain(*qkv, PHI, is_causal=True, log_decay=-0.1),
+    "window": lambda *qkv: plain(*qkv, PHI, is_causal=True, exact_window=2),
+    "softmax, causal": lambda *qkv: linattn.softmax_attention(*qkv, is_causal=True),
+    "recurrence": lambda *qkv: linattn.linear_recurrence(
+        *qkv, update_rule="gated_delta", log_decay=-GATE[:1, :3], beta=BETA[:1, :3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_functions_can_be_differentiated_twice(name):
     """The node refuses it; test_interop.py."""
     leaves = [array[:1, :3].clone().requires_grad_() for array in QKV]
-    assert torch.autograd.gradgradcheck(lambda *qkv: plain(*qkv, PHI), leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(PLAIN[name], leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_batch_of_plain_functions_is_one_at_a_time(name):
+    """No values can be inspected there, and no rows written in place."""
+    call, (query, key, value) = PLAIN[name], [array[:1, :3] for array in QKV]
+    keys = torch.stack([key, -key])
+    got = torch.func.vmap(call, (None, 0, None))(query, keys, value)
+    agree(got, torch.stack([call(query, each, value) for each in keys]))
+    gradient = torch.func.grad(squares(call), argnums=(0, 1, 2))
+    got = torch.func.vmap(gradient, (None, 0, None))(query, keys, value)
+    agree(
+        got, tuple(map(torch.stack, zip(*(gradient(query, k, value) for k in keys), strict=True)))
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_sparse_tensors_are_refused_by_name(layout):
+    query = torch.eye(4).to_sparse(layout=getattr(torch, layout))
+    key = value = torch.ones(4, 4)
+    said = rf"must be an array of .*got Tensor of layout torch.{layout}; .*\.to_dense\(\)"
+    rule: Any = {"update_rule": "linear"}
+    for call in (
+        lambda: linattn.attention(query, key, value),
+        lambda: plain(key, query, value, feature_maps.EluFeatures()),
+        lambda: plain(key, key, query, feature_maps.EluFeatures()),
+        lambda: linattn.softmax_attention(query, key, value),
+        lambda: linattn.linear_attention_vjp(query, key, value, feature_maps.EluFeatures()),
+        lambda: linattn.softmax_attention_vjp(query, key, value),
+        lambda: linattn.linear_recurrence(query, key, value, **rule),
+        lambda: feature_maps.EluFeatures().query_features(query),
+        lambda: interop.linear_attention(query, key, value, feature_maps.EluFeatures()),
+        lambda: interop.softmax_attention(key, query, value),
+        lambda: interop.linear_recurrence(key, key, query, **rule),
+    ):
+        with pytest.raises(TypeError, match=said):
+            call()
 
 
 OPTIONS: list[Any] = [
