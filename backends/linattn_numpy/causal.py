@@ -96,7 +96,8 @@ def _scan_unshifted(
     query_spec, key_spec, query, key, values_and_one = block
     n, offsets = values_and_one.shape[-2], log_offsets(query_spec, values_and_one.dtype)
     key_offsets = log_offsets(key_spec, values_and_one.dtype)
-    common = common_scale(offsets, key_offsets, row_term(key_spec, key), state)
+    row = row_term(key_spec, key)
+    common = common_scale(offsets, key_offsets, row, state)
     if isinstance(common, Declined):
         return common
     if key.log_weight is not None and isinstance(key_spec, Pointwise) and key_spec.f == RELU:
@@ -113,6 +114,8 @@ def _scan_unshifted(
         if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
             # Alone, some heads are inspected and some are not.
             return Declined("exponents of some heads only need to be inspected")
+    if row is not None and limits.are_far_apart(row - row.max(axis=-2, keepdims=True)):
+        return limits.SMALL_SHARES
     since = None
     if key.log_decay is not None:
         since, is_weak = weak_decay(key.log_decay, values_and_one.dtype)
@@ -272,7 +275,8 @@ def _scan_rows(
         for log, name in ((found.query, "queries"), (found.key, "keys"))
     )
     sums = Triangles(q, k, v.shape[:-2], found.state, size, limits.LEAST[v.itemsize])
-    decay = next(decay_of_tiles(block.key.log_decay, rows, n // size, size, v.dtype))
+    shape = n // size, size, v.dtype
+    decay = next(decay_of_tiles(block.key.log_decay, rows, *shape, exp=limits.weights))
     (values,), (sub_blocks_out,) = sums.split(v), sums.split(num_den)
     before = [state.kvz, *sums.add(values, sub_blocks_out, decay, found.rises)]
     log_row[...] = found.log_row
@@ -280,7 +284,8 @@ def _scan_rows(
 
     # A decay takes from denominators on any scale.
     for may_redo in (decay is None, False):
-        rejected = limits.rejected_rows(num_den[..., -1:], v, state.kvz, found.floor)
+        floor = found.floor if decay is None else 2 * found.floor
+        rejected = limits.rejected_rows(num_den[..., -1:], v, state.kvz, floor)
         # A row that sees no key is 0.
         if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
             return after, True

@@ -50,8 +50,6 @@ def common_scale(
     if row is not None:
         top = row.max(axis=-2, keepdims=True)
         row = row - limits.finite_shift(top)
-        if limits.are_far_apart(row):
-            return limits.SMALL_SHARES
         block = block + top[..., 0]
     g = np.maximum(before.max(axis=-1, keepdims=True), block.max(axis=-1, keepdims=True))
     limit = limits.MAX_LOG_SPREAD[state.kvz.itemsize]

@@ -91,6 +91,8 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
     keys = unshifted_features(block.key_spec, block.key, "key")
     if isinstance(keys, Declined):
         return keys
+    if keys.row is not None and limits.are_far_apart(keys.row - keys.row.max(-2, keepdims=True)):
+        return limits.SMALL_SHARES
     common = common_scale(queries.col, keys.col, keys.row, state)
     if isinstance(common, Declined):
         return common

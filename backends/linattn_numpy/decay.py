@@ -48,10 +48,12 @@ def decay_of_tiles(
     size: int,
     dtype: Any,
     since: Floats | None = None,
+    exp: Any = limits.exp,
 ) -> Iterator[Decay | WeakDecay | None]:
     """Yield the decay of some rows of a block, a tile of ``count`` sub-blocks at a time.
 
     ``since``: from :func:`weak_decay`; the values of the block have been divided by its ``exp``.
+    ``exp``: exponentials in place; those of `limits.weights` fit weights that are rounded too.
     """
     if log_decay is None:
         return repeat(None)
@@ -60,8 +62,8 @@ def decay_of_tiles(
         return (WeakDecay(list(moveaxis(left, -2, 0))) for left in np.exp(last))
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
-        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype)))
-    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype)
+        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype, exp)))
+    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype, exp)
 
 
 def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
@@ -73,7 +75,7 @@ def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
     return since.astype(dtype), is_weak
 
 
-def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
+def _decays(log_decay: Floats, count: int, dtype: Any, exp: Any) -> Iterator[Decay]:
     """Decay of each tile; tiles are the first axis."""
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
@@ -82,7 +84,7 @@ def _decays(log_decay: Floats, count: int, dtype: Any) -> Iterator[Decay]:
     is_steep = (last < -2 * limit)[..., 0, 0]
     to_middle = (last / 2 - since).clip(-limit, limit)
     factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))
-    parts = (limits.exp(x.astype(dtype)) for x in (since, last - since, last))
+    parts = (exp(x.astype(dtype)) for x in (since, last - since, last))
     for sums, steep, row, key, left, until, whole in zip(
         since, is_steep, *factors, *parts, strict=True
     ):

@@ -122,7 +122,8 @@ def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
 
 def rounded(x: Floats, least: float) -> Floats:
     """Round small numbers to multiples of ``least`` in place, by adding a step and taking it."""
-    step = x.dtype.type(least / float(np.finfo(x.dtype).eps))
+    # 1.5, because the numbers just below a power of two, for negative x, lie twice as close.
+    step = x.dtype.type(1.5 * least / float(np.finfo(x.dtype).eps))
     x += step
     x -= step
     return x

@@ -94,11 +94,15 @@ class Triangles:
             self._k[..., border.place, : border.last, :] = 0
         if early is not None:
             v = weighted(v, early.keys, "decayed_values")
+            if self._least:
+                rounded(v, self._least)
         sum_products(self._k, v[..., None, :, :, :], self._added)
         ends = {border.place for border in borders}
         for i, (before, after) in enumerate(self._steps):
             if early is not None:
                 before = np.multiply(before, early.states[i], out=self._faded)
+                if self._least:
+                    before[np.abs(before) < self._least] = 0
             if i not in ends:
                 np.add(before, after, out=after)
             if late is not None:
