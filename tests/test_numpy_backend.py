@@ -113,7 +113,7 @@ def test_a_rejected_unshifted_block_is_done_again_stabilized(calls):
     [
         (CosformerFeatures(D, max_length=600), lambda x: x, "specs of kind", False),
         (EluFeatures(), lambda x: 1e20 * x, "out of the range", False),
-        (PositiveFeatures(D, 600, rng=0), lambda x: 40 * x, "out of the range", True),
+        (PositiveFeatures(D, 600, rng=0), lambda x: 40 * x, "far apart", True),
     ],
 )
 def test_a_declined_scan_says_why(phi, change, reason, by_head):
