@@ -92,9 +92,9 @@ def check_array(name: str, array: Any) -> Array:
 def _check_float(name: str, array: Array, xp: ModuleType) -> None:
     dtype = array.dtype
     try:
-        floating = bool(xp.isdtype(dtype, "real floating"))
+        floating = bool(xp.isdtype(dtype, "real floating")) or str(dtype) == "bfloat16"
     except (TypeError, ValueError):
-        # CuPy computes with the bfloat16 of ml_dtypes, which isdtype does not support.
+        # CuPy computes with the bfloat16 of ml_dtypes; its isdtype raises, that of Dask says no.
         floating = str(dtype) == "bfloat16"
     if not floating or dtype_bits(dtype) not in (16, 32, 64):
         hint = ""

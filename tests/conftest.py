@@ -27,7 +27,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,10 @@ settings.load_profile(PROFILE)
 
 # JAX compiles for every shape what then runs once, in these processes and those that tests start.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Half of that time goes into fused kernels. XLA ends a process for a flag that it does not know.
+with suppress(importlib.metadata.PackageNotFoundError):
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 
 # What JAX alone can show: tracing, states as pytrees, its dtypes, attention against the oracle.
 JAX_FILES = {
@@ -63,6 +67,7 @@ JAX_FILES = {
     "test_readme.py",
     "test_reparametrized.py",
     "test_state.py",
+    "test_support.py",
     "test_window.py",
 }
 
