@@ -126,12 +126,15 @@ def by_feature(state: State) -> State:
     kvz = state.kvz
     if not isinstance(kvz, np.ndarray):
         return state
+    most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
+    least = kvz[..., -1].min(initial=most)
+    if least >= 1 / most and kvz.max(initial=0) <= most and kvz.min(initial=0) >= -most:
+        return state
     sizes = np.abs(kvz)
     size, normalizer = np.max(sizes, axis=-1), sizes[..., -1]
     # Midway where values are large: neither numerators nor normalizers become small.
     middle = np.sqrt(size) * np.sqrt(normalizer)
     size = np.where(normalizer > 0, middle, size)
-    most = LARGE_FEATURE[dtype_bits(kvz.dtype)]
     is_off = (size > 0) & (size < np.inf) & ((size < 1 / most) | (size > most))
     if not is_off.any():
         return state
