@@ -39,7 +39,7 @@ SITE=$("$ENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib
 if [ ! -e "$ENV/installed-$VERSION" ]; then
     say "wheels (170 MB)"
     # No [ctk]: its cuBLAS, cuFFT, cuSOLVER ... (2 GB) are not called. NVRTC and the headers are.
-    pip install "cupy-cuda13x==$VERSION" "nvidia-cuda-nvrtc==$NVRTC.*" "nvidia-cuda-runtime==13.0.*" "ml_dtypes>=0.5" \
+    pip install --no-compile "cupy-cuda13x==$VERSION" "nvidia-cuda-nvrtc==$NVRTC.*" "nvidia-cuda-runtime==13.0.*" "ml_dtypes>=0.5" \
         "numpy>=2.1.2" "array-api-compat>=1.15" "Cython>=3.2,<3.3" "setuptools>=77,<81" wheel >>"$LOG" 2>&1
     # For the compiler of the host only; apart, so that CuPy's kernels see what they would see elsewhere.
     pip install --no-deps --upgrade --target "$ENV/headers" "nvidia-cuda-crt==13.0.*" "nvidia-cuda-profiler-api==13.0.*" >>"$LOG" 2>&1
