@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn._generic.numerics import finite_shift, ignore_fp_warnings
 from linattn.typing import Array, ArrayT
+from linattn.typing._shifts import largest
 
 __all__ = [
     "Inputs",
@@ -147,7 +148,7 @@ def check_matrix(name: str, array: Any, like: Array, shape: tuple[int, ...]) -> 
 def softmax(logits: Array, xp: ModuleType) -> Array:
     """Softmax over the last axis; zeros in rows of nothing but -inf."""
     with ignore_fp_warnings():
-        weights = xp.exp(logits - finite_shift(xp.max(logits, axis=-1, keepdims=True), xp))
+        weights = xp.exp(logits - finite_shift(largest(logits, keepdims=True), xp))
         total = xp.sum(weights, axis=-1, keepdims=True)
         return weights / xp.where(total == 0, xp.ones_like(total), total)
 

@@ -7,6 +7,7 @@ import numpy as np
 from linattn import _arrays, _checks
 from linattn.baselines import _shared
 from linattn.typing import Array, ArrayT
+from linattn.typing._shifts import largest
 
 __all__ = ["compressive", "external"]
 
@@ -154,7 +155,7 @@ def external(
     xp = inputs.xp
     logits = _shared.logits_of(inputs)
     # In logs: all weights of a query may be next to nothing beside those of the others.
-    shifted = logits - xp.max(logits, axis=-2, keepdims=True)
+    shifted = logits - largest(logits, axis=-2, keepdims=True)
     logs = shifted - xp.log(xp.sum(xp.exp(shifted), axis=-2, keepdims=True))
     return inputs.output(query, xp.matmul(_shared.softmax(logs, xp), inputs.value))
 

@@ -12,6 +12,7 @@ from linattn._generic.numerics import ignore_fp_warnings
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT
+from linattn.typing._shifts import largest
 
 __all__ = ["thinformer", "wildcat"]
 
@@ -116,7 +117,7 @@ def wildcat(
     logits = xp.matmul(inputs.query, xp.matrix_transpose(xp.matmul(inputs.array(picks), centred)))
     logits = logits + inputs.array(np.reshape(log_scales, (*lead, 1, r)))
     with ignore_fp_warnings():
-        scores = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
+        scores = xp.exp(logits - largest(logits, keepdims=True))
         numerator = xp.matmul(scores, xp.matmul(W, inputs.value))
         denominator = xp.matmul(scores, xp.sum(W, axis=-1, keepdims=True))
         output = xp.where(denominator > 0, numerator / denominator, xp.zeros_like(numerator))

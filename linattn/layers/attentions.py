@@ -23,6 +23,7 @@ from linattn.positions import alibi_slopes, rotary
 from linattn.sampling import Seed
 from linattn.state import Decoder, init_state, read_state, update_state
 from linattn.typing import Array, FeatureMap
+from linattn.typing._shifts import largest
 from linattn.typing.records import one_line
 
 __all__ = [
@@ -191,7 +192,7 @@ class SoftmaxAttention(Attention):
         if scope.slopes is not None:
             distance = np.arange(1 - key.shape[-2], 1)
             logits = logits + _like(q, scope.slopes[..., None, None] * distance)
-        weights = xp.exp(logits - xp.max(logits, axis=-1, keepdims=True))
+        weights = xp.exp(logits - largest(logits, keepdims=True))
         out = weights @ value / xp.sum(weights, axis=-1, keepdims=True)
         return xp.astype(out, query.dtype, copy=False)
 
