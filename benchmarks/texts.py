@@ -1,12 +1,12 @@
-"""Texts of four kinds, and what the layers of all-MiniLM-L6-v2 make of them.
+"""Texts of seven kinds, and what the layers of all-MiniLM-L6-v2 make of them.
 
     python -m benchmarks.texts --sample FILE.npz
 
 Windows of 512 tokens of unlike documents go through the encoder one at a time, and the queries,
-keys and values of its layers are put on end. The kinds are on any machine with Python and SciPy:
-"manual" (prose of CPython's manual), "code" (its library), which the numbers in the code were
-chosen by, and "licences" (of installed packages) and "docstrings" (of SciPy), which nothing was
-chosen by.
+keys and values of its layers are put on end. The numbers in the code were chosen by "manual"
+(prose of CPython's manual) and "code" (its library). Nothing was chosen by "licences" (of installed
+packages), "docstrings" (of SciPy), "tables" (of scikit-learn), "changes" (changelogs in
+/usr/share/doc) and "German" (manual pages: ``apt-get install manpages-de``).
 
 ``--sample`` writes the long sample that ships with the package: two layers and two heads of 2,560
 tokens of the manual. Needs the weights: examples/minilm_model.py says how to install them.
@@ -15,12 +15,15 @@ tokens of the manual. Needs the weights: examples/minilm_model.py says how to in
 from __future__ import annotations
 
 import argparse
+import gzip
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.metadata import distributions
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +71,37 @@ def docstrings() -> Iterator[str]:
             yield inspect.getdoc(getattr(module, thing)) or ""
 
 
+def tables() -> Iterator[str]:
+    """Numbers of scikit-learn's data sets, a file a text."""
+    yield from _files(Path(str(files("sklearn.datasets"))), "data/*.csv*")
+
+
+def changes() -> Iterator[str]:
+    """Changelogs of Debian's packages in /usr/share/doc."""
+    yield from _files(Path("/usr/share/doc"), "*/changelog.gz")
+
+
+def german() -> Iterator[str]:
+    """German manual pages (Debian: manpages-de), without their markup."""
+    for text in _files(Path("/usr/share/man/de"), "man*/*.gz"):
+        yield re.sub(r"(?m)^[.'].*$|\\f.|\\", "", text)
+
+
+def _files(folder: Path, pattern: str) -> Iterator[str]:
+    """Read files, packed or not, each once."""
+    for path in sorted({path.resolve() for path in folder.glob(pattern)}):
+        raw = path.read_bytes()
+        yield (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode(errors="replace")
+
+
 KINDS: dict[str, Callable[[], Iterator[str]]] = {
     "manual": manual,
     "code": code,
     "licences": licences,
     "docstrings": docstrings,
+    "tables": tables,
+    "changes": changes,
+    "German": german,
 }
 
 
@@ -100,7 +129,8 @@ def inputs(kind: str, length: int, layers: list[int], seed: int = 0) -> NDArray[
     encoder, tokenize = minilm.load()
     tokens = windows(kind, tokenize, -(-length // WINDOW), seed)
     if len(tokens) * WINDOW < length:
-        message = f"length: {kind} has {len(tokens) * WINDOW:,} tokens, got {length:,}"
+        message = f"length: {kind} has {len(tokens) * WINDOW:,} tokens, got {length:,}: "
+        message += str(KINDS[kind].__doc__)
         raise SystemExit(message)
     parts = []
     for window in tokens:
