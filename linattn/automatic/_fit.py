@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from linattn.automatic._costs import LLOYD_STEPS, SAMPLED_KEYS
 from linattn.automatic._tokens import Head
-from linattn.feature_maps._clusters import kmeans_plus_plus, lloyd
+from linattn.feature_maps._clusters import centroids, nearest
 
 __all__ = ["TILE", "Clusters"]
 
@@ -67,10 +67,10 @@ class Clusters(NamedTuple):
         """
         mean, root = _moments(query, scale)
         y = (head.key - head.key.mean(axis=0)) @ root.astype(head.key.dtype)
-        nearest = _nearest(y, _centroids(y, m, generator))
+        cell = nearest(y, _centroids(y, m, generator))[0]
         # Numbers of two bytes are sorted by counting.
-        order = np.argsort(nearest.astype(np.uint16 if m <= 1 << 16 else np.intp), kind="stable")
-        sizes = np.bincount(nearest)
+        order = np.argsort(cell.astype(np.uint16 if m <= 1 << 16 else np.intp), kind="stable")
+        sizes = np.bincount(cell)
         number = np.cumsum(sizes > 0) - 1
         sizes = sizes[sizes > 0]
         starts = np.cumsum(sizes) - sizes
@@ -88,7 +88,7 @@ class Clusters(NamedTuple):
         bias = log_scale + np.log(total[:, 0] * np.maximum(squares, 0)) / 2 - np.log(sizes)
         return cls(
             positions=head.positions,
-            of_key=number[nearest],
+            of_key=number[cell],
             order=order,
             starts=starts,
             sizes=sizes,
@@ -132,25 +132,5 @@ def _centroids(y: Floats, m: int, generator: np.random.Generator) -> Floats:
         strata = (np.arange(num) + noise) * (ends[-1] / num)
         drawn = np.minimum(np.searchsorted(ends, strata, side="right"), len(y) - 1)
         y, odds = y.take(drawn, axis=0), odds[drawn]
-    if m >= len(y):
-        return y
-    unit = y.dtype.type(np.abs(y).max() or 1)
-    x = np.concatenate([y / unit, np.ones_like(y[:, :1])], axis=-1)[None]
-    weights, metric = (1 / odds).astype(y.dtype)[None], np.eye(y.shape[-1])[None]
-    valid = np.ones(weights.shape, bool)
-    chosen, cells = kmeans_plus_plus(x, weights, valid, metric, gumbel[: len(y)], m)
-    first = x[0, chosen, :-1].astype(np.float64)
-    used = np.ones((1, m), bool)
-    return np.asarray(unit * lloyd(x, weights, first, cells, used, metric, LLOYD_STEPS)[0])
-
-
-def _nearest(y: Floats, centroids: Floats) -> NDArray[np.intp]:
-    """Return the nearest centroid of each key."""
-    images = np.ascontiguousarray(centroids.T, dtype=y.dtype)
-    bias = np.vecdot(images.T, images.T) / 2
-    size, found = max(64, TILE // len(bias)), np.empty(len(y), np.intp)
-    for tile in (slice(start, start + size) for start in range(0, len(y), size)):
-        scores = y[tile] @ images
-        scores -= bias
-        found[tile] = scores.argmax(axis=-1)
-    return found
+    weights, metric = (1 / odds).astype(y.dtype), np.eye(y.shape[-1])
+    return centroids(y, weights, metric, gumbel, m, LLOYD_STEPS)

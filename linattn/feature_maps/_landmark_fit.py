@@ -7,6 +7,7 @@ Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod, sqrt
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,24 +18,25 @@ from numpy.typing import NDArray
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.blocks import block_slices, raw_tokens
-from linattn._driver.pairs import biased_keys, biased_queries
+from linattn._driver.pairs import Pairs, biased_keys, biased_queries, join
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
+from linattn.feature_maps._clusters import centroids
 from linattn.typing import Array, Tokens, Weights
 from linattn.typing._shifts import constant
 
 __all__ = [
+    "Head",
     "Inputs",
-    "Sample",
-    "cycled",
-    "draw_samples",
+    "draw_heads",
     "is_concrete",
     "log_normalizers",
     "log_sum",
     "probe_normalizers",
     "query_metric",
     "sample_size",
-    "stratified_subset",
+    "stacked",
+    "strata",
     "take_inputs",
 ]
 
@@ -42,24 +44,6 @@ Floats = NDArray[np.float64]
 
 # Logits worked on at once, of all heads, for the cache; and keys, for few calls.
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 18, 128
-
-
-class Sample(NamedTuple):
-    """Tokens taken from a sequence; slots that a head has no token for hold 0.
-
-    Attributes
-    ----------
-    x : ndarray, (..., C, d)
-        The tokens, in the accumulation dtype.
-    valid : ndarray of bool, (..., C)
-        Slots that hold a token; leading axes like the mask, 1 or equal to the ones of x.
-    log_weight : ndarray, (..., C), or None
-        Log weights of tokens, 0 in slots that hold none; None where all are 0.
-    """
-
-    x: NDArray[Any]
-    valid: NDArray[np.bool_]
-    log_weight: NDArray[Any] | None = None
 
 
 class Inputs(NamedTuple):
@@ -73,26 +57,6 @@ class Inputs(NamedTuple):
     query_mask: Array | None
     key_mask: Array | None
     key_bias: Array | None
-
-
-def _with_values(**named: Any) -> list[Any]:
-    """Reject traced arrays, return Dask arrays unchanged, and detach the others from gradients.
-
-    Raises
-    ------
-    TypeError
-        An array has no values to inspect.
-    """
-    for name, array in named.items():
-        if array is None or not _arrays.is_lazy(array) or array_api_compat.is_dask_array(array):
-            continue
-        if not is_concrete(array):
-            message = (
-                f"{name} must have values to fit to, got a traced {type(array).__name__}; fit "
-                f"outside of the traced function and use the map inside"
-            )
-            raise TypeError(message)
-    return [None if array is None else constant(array) for array in named.values()]
 
 
 def is_concrete(array: Array) -> bool:
@@ -111,93 +75,121 @@ def sample_size(m: int) -> int:
     return max(16 * m, 1024)
 
 
-def draw_sample(x: Array, mask: Array | None, noise: Floats, xp: ModuleType) -> Sample:
-    """Take all visible tokens, or one from each of ``len(noise)`` equal strata of them.
+class Head(NamedTuple):
+    """Samples of one head, in the accumulation dtype; one token at the origin where it has none.
 
-    Position ``(i + noise_i) n / C`` of n visible tokens: O(C) memory beyond what a mask needs.
+    Attributes
+    ----------
+    query, key : ndarray, (C, d)
+    log_weight : ndarray, (C,)
+        Of keys; -inf for the one that is none.
     """
-    visible = None if mask is None else _arrays.to_numpy(mask)[..., 0]
-    lead = () if visible is None else visible.shape[:-1]
-    rows = [_ranks(x, visible, index, noise) for index in np.ndindex(lead)]
-    counts = np.array([len(row) for row in rows], dtype=np.int64)
-    width = max(1, int(counts.max(initial=0)))
-    positions = np.zeros((len(rows), width), dtype=np.int64)
-    for i, row in enumerate(rows):
-        positions[i, : len(row)] = row
-    valid = (np.arange(width) < counts[:, None]).reshape(*lead, width)
-    if len(rows) == 1:
-        taken = _take(x, positions[0], xp)
-    else:
-        taken = np.empty((*x.shape[:-2], width, x.shape[-1]), _host_dtype(x, xp))
-        for i, index in enumerate(np.ndindex(lead)):
-            pairs = zip(index, lead, strict=True)
-            # Strict libraries want an index for each axis, or an ellipsis.
-            of_mask = (slice(None) if n == 1 else slice(j, j + 1) for j, n in pairs)
-            heads: tuple[Any, ...] = (*of_mask, ...)
-            taken[heads] = _take(x[heads], positions[i], xp)
-    if not valid.all():
-        taken = np.where(valid[..., None], taken, taken.dtype.type(0))
-    return Sample(taken, valid)
+
+    query: NDArray[Any]
+    key: NDArray[Any]
+    log_weight: NDArray[Any]
 
 
-def _host_dtype(x: Array, xp: ModuleType) -> Any:
-    return np.float64 if x.dtype == xp.float64 else np.float32
-
-
-def _ranks(
-    x: Array, visible: NDArray[np.bool_] | None, index: tuple[int, ...], noise: Floats
-) -> NDArray[np.int64]:
-    among = None if visible is None else np.flatnonzero(visible[index])
-    n = int(x.shape[-2]) if among is None else len(among)
+def strata(n: int, noise: Floats) -> NDArray[np.intp]:
+    """Position of one of n tokens in each of equal strata, or of all where there are fewer."""
     if n <= len(noise):
-        return np.arange(n) if among is None else among
-    strata = (np.arange(len(noise)) + noise) * (n / len(noise))
-    ranks = np.minimum(strata.astype(np.int64), n - 1)
-    return ranks if among is None else among[ranks]
+        return np.arange(n)
+    positions = (np.arange(len(noise)) + noise) * (n / len(noise))
+    return np.minimum(positions.astype(np.intp), n - 1)
 
 
-def _take(x: Array, positions: NDArray[np.int64], xp: ModuleType) -> NDArray[Any]:
-    where = xp.asarray(positions, device=array_api_compat.device(x))
-    taken = _arrays.to_numpy(xp.take(x, where, axis=-2))
-    return taken.astype(_host_dtype(x, xp), copy=False)
+def draw_heads(
+    given: Inputs, key_strata: Floats, query_strata: Floats
+) -> tuple[tuple[int, ...], list[Head]]:
+    """Leading axes of queries and keys, and samples of each head: a token from each stratum.
 
-
-def stratified_subset(sample: Sample, num: int, noise: Floats) -> Sample:
-    """Take one token from each of ``num`` equal strata of a sample, or all where there are fewer.
-
-    A head without any token gets one at the origin: uniform attention.
+    Strata are of the tokens that a head sees. O(C d) memory beyond what a mask needs.
     """
-    lead = sample.valid.shape[:-1]
-    count = np.sum(sample.valid, axis=-1, keepdims=True)
-    num = min(num, sample.valid.shape[-1])
-    # Tokens stand in the first slots of a head; one with fewer than num has one in each of these.
-    chosen = np.floor((np.arange(num) + noise[:num]) * (count / num)).astype(np.int64)
-    chosen = np.where(count > num, np.minimum(chosen, count - 1), np.arange(num))
-    valid = np.take_along_axis(sample.valid, chosen, axis=-1)
-    # A slot without a token holds 0: the origin.
-    valid[..., 0] = True
-    chosen = np.broadcast_to(chosen, (*sample.x.shape[:-2], chosen.shape[-1])) if lead else chosen
-    if not lead:
-        return Sample(sample.x[..., chosen, :], valid)
-    return Sample(np.take_along_axis(sample.x, chosen[..., None], axis=-2), valid)
+    lead, heads = np.broadcast_shapes(given.query.shape[:-2], given.key.shape[:-2]), []
+    wide = [
+        None if x is None else given.xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in given[3:]
+    ]
+    for head in np.ndindex(lead):
+        query, key, query_mask, key_mask, bias = (
+            None if x is None else x[(*head, ...)] for x in wide
+        )
+        rows = _positions(query, query_mask, query_strata)
+        of_keys = _positions(key, key_mask, key_strata)
+        x, y = _take(given, query, rows), _take(given, key, of_keys)
+        log = np.full(len(y), 0.0 if len(of_keys) else -np.inf, y.dtype)
+        if bias is not None and len(of_keys):
+            log = _take(given, bias, of_keys)[:, 0]
+        heads.append(Head(x, y, log))
+    return lead, heads
 
 
-def query_metric(sample: Sample) -> Floats:
-    """Covariance of queries, ``(..., d, d)``, of mean variance 1, and 1e-6 of the identity.
+def _positions(x: Any, mask: Array | None, noise: Floats) -> NDArray[np.intp]:
+    if mask is None:
+        return strata(int(x.shape[0]), noise)
+    seen = np.flatnonzero(_arrays.to_numpy(mask))
+    return seen[strata(len(seen), noise)]
+
+
+def _take(given: Inputs, x: Array, positions: NDArray[np.intp]) -> NDArray[Any]:
+    dtype = np.float64 if given.dtype == given.xp.float64 else np.float32
+    if not len(positions):
+        return np.zeros((1, x.shape[-1]), dtype)
+    where = given.xp.asarray(positions, device=array_api_compat.device(x))
+    taken = _arrays.to_numpy(given.xp.take(x, where, axis=0)).astype(dtype, copy=False)
+    _check_finite(np.isfinite(taken).all())
+    return taken
+
+
+def _check_finite(finite: Any) -> None:
+    if not finite:
+        message = (
+            "query and key must be finite where they are not masked, and their logits too, got "
+            "NaN or inf"
+        )
+        raise ValueError(message)
+
+
+def stacked(
+    heads: Sequence[NDArray[Any]], lead: tuple[int, ...], width: int
+) -> tuple[Floats, NDArray[np.bool_]]:
+    """Stack matrices of at most ``width`` rows, filled up with 0; also which rows they have."""
+    whole = np.zeros((len(heads), width, heads[0].shape[-1]))
+    for place, rows in zip(whole, heads, strict=True):
+        place[: len(rows)] = rows
+    used = np.arange(width) < np.array([len(rows) for rows in heads])[:, None]
+    return whole.reshape(*lead, width, -1), used.reshape(*lead, width)
+
+
+def query_metric(query: NDArray[Any]) -> Floats:
+    """Covariance of queries, ``(d, d)``, of mean variance 1, and 1e-6 of the identity.
 
     ``(k - k') . (metric (k - k'))`` is, up to a factor, the variance over queries of the difference
     of two keys' logits. Clusters do not depend on the factor, and without it no scale of queries
     leaves the range of float32.
     """
-    x = sample.x.astype(np.float64)
-    d = x.shape[-1]
-    count = np.maximum(np.sum(sample.valid, axis=-1), 1)[..., None, None]
-    x -= np.sum(x, axis=-2, keepdims=True) / count
-    if not sample.valid.all():
-        x *= sample.valid[..., None]
-    covariance = np.swapaxes(x, -1, -2) @ x
-    mean = np.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / d
-    return np.asarray(covariance / np.where(mean > 0, mean, 1.0) + 1e-6 * np.eye(d))
+    x = query.astype(np.float64)
+    x -= x.mean(axis=0)
+    covariance, d = x.T @ x, x.shape[-1]
+    return np.asarray(covariance / (np.trace(covariance) / d or 1.0) + 1e-6 * np.eye(d))
+
+
+def landmarks_of(
+    head: Head,
+    probes: Floats,
+    lognorm: Floats,
+    metric: Floats,
+    gumbel: Floats,
+    *,
+    m: int,
+    steps: int,
+) -> Floats:
+    """Landmarks of one head, m or as many as it has keys; ``probes`` are scaled."""
+    key, log_weight = head.key, head.log_weight
+    # In products with the probes, exponents are doubled: squares of the attention to each key.
+    A = (2 * probes).astype(key.dtype) @ key.T
+    A -= (2 * lognorm[:, None] - 2 * log_weight.astype(np.float64)).astype(key.dtype)
+    weights = np.exp(A, out=A).sum(axis=0)
+    return centroids(key[log_weight > -np.inf], weights, metric, gumbel, m, steps)
 
 
 def log_normalizers(
@@ -210,22 +202,18 @@ def log_normalizers(
 ) -> Floats:
     """``log sum_j exp(probe.k_j + bias_j)`` over visible keys, ``(..., p)``; -inf if there is none.
 
-    Softmax attention to ones. O(S p d) time, memory that does not grow with S.
+    Softmax attention without values. O(S p d) time, memory that does not grow with S.
     """
-    rows = Tokens(_arrays.device_array(probes, xp, dtype, array_api_compat.device(key)), None, 0)
     problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
     problem = problem.replace(dtype=dtype, weights=Weights(mask, key_bias))
-    functions, part = _dispatch.BlockFunctions(xp), None
-    spec, rows = biased_queries(problem, problem.query_spec, rows)
-    width = prod(np.broadcast_shapes(probes.shape[:-2], problem.state_lead)) * probes.shape[-2]
-    size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, width))
-    for block in block_slices(int(key.shape[-2]), size):
-        tokens = biased_keys(problem, raw_tokens(problem, "key", block, 0))
-        ones = xp.ones_like(tokens.x[..., :1])
-        if part is None:
-            part = functions.exact_block(spec, rows, tokens, ones)
-        else:
-            part = functions.exact_more(spec, rows, tokens, ones, part)
+    x = _arrays.device_array(probes, xp, dtype, array_api_compat.device(key))
+    spec, rows = biased_queries(problem, problem.query_spec, Tokens(x, None, 0))
+    lead = np.broadcast_shapes(probes.shape[:-2], problem.state_lead)
+    size = max(MIN_BLOCK_ROWS, MAX_BLOCK_ELEMENTS // max(1, prod(lead) * probes.shape[-2]))
+    blocks = block_slices(int(key.shape[-2]), size)
+    keys = (biased_keys(problem, raw_tokens(problem, "key", block, 0)) for block in blocks)
+    sources = (Pairs(spec, tokens, xp.ones_like(tokens.x[..., :1])) for tokens in keys)
+    part = join(problem, _dispatch.BlockFunctions(xp), rows, sources)
     assert part is not None
     return _arrays.to_numpy(part.log + xp.log(part.num_den))[..., 0].astype(np.float64)
 
@@ -250,50 +238,27 @@ def take_inputs(
     )
     if query_mask is not None:
         query_mask = _checks.check_key_mask(query_mask, query, xp, query_len=None, of="query")
-    query, key, query_mask, key_bias, key_mask = _with_values(
-        query=query, key=key, query_mask=query_mask, key_bias=key_bias, key_mask=key_mask
-    )
-    return Inputs(xp, dtype, scale, query, key, query_mask, key_mask, key_bias)
+    given = {"query": query, "key": key, "query_mask": query_mask}
+    given |= {"key_mask": key_mask, "key_bias": key_bias}
+    for name, x in given.items():
+        if not (x is None or array_api_compat.is_dask_array(x) or is_concrete(x)):
+            message = (
+                f"{name} must have values to fit to, got a traced {type(x).__name__}; fit "
+                f"outside of the traced function and use the map inside"
+            )
+            raise TypeError(message)
+    arrays = {name: None if x is None else constant(x) for name, x in given.items()}
+    return Inputs(xp, dtype, scale, **arrays)
 
 
-def draw_samples(given: Inputs, key_strata: Floats, query_strata: Floats) -> tuple[Sample, Sample]:
-    """Sample keys and queries, one from each stratum."""
-    keys = draw_sample(given.key, given.key_mask, key_strata, given.xp)
-    if given.key_bias is not None:
-        bias = given.xp.broadcast_to(given.key_bias, (*given.key.shape[:-1], 1))
-        drawn = draw_sample(bias, given.key_mask, key_strata, given.xp)
-        keys = keys._replace(log_weight=drawn.x[..., 0])
-    queries = draw_sample(given.query, given.query_mask, query_strata, given.xp)
-    _check_finite(bool(np.isfinite(queries.x).all() and np.isfinite(keys.x).all()))
-    return keys, queries
-
-
-def probe_normalizers(given: Inputs, probes: Sample) -> Floats:
+def probe_normalizers(given: Inputs, probes: Floats, used: NDArray[np.bool_]) -> Floats:
     """Log normalizers of probes over all keys; inf where a head has no such probe."""
-    scaled = given.scale * probes.x
     lognorm = log_normalizers(
-        scaled, given.key, given.key_mask, given.dtype, given.xp, given.key_bias
+        given.scale * probes, given.key, given.key_mask, given.dtype, given.xp, given.key_bias
     )
-    _check_finite(not (np.isnan(lognorm) | (lognorm == np.inf)).any())
+    _check_finite((lognorm < np.inf).all())
     # A head that sees no key: its landmarks are all unused, and any normalizer will do.
-    lognorm = np.where(lognorm == -np.inf, 0.0, lognorm)
-    return np.where(probes.valid, lognorm, np.inf)
-
-
-def _check_finite(finite: bool) -> None:
-    if not finite:
-        message = (
-            "query and key must be finite where they are not masked, and their logits too, got "
-            "NaN or inf"
-        )
-        raise ValueError(message)
-
-
-def cycled(sample: Sample, num: int) -> Floats:
-    """Repeat the tokens of a sample cyclically up to a given number."""
-    counts = np.maximum(np.sum(sample.valid, axis=-1, keepdims=True), 1)
-    index = np.broadcast_to(np.arange(num) % counts, (*sample.x.shape[:-2], num))
-    return np.take_along_axis(sample.x, index[..., None], axis=-2)
+    return np.where(used, np.where(lognorm == -np.inf, 0.0, lognorm), np.inf)
 
 
 def log_sum(x: Floats, axis: int) -> Floats:

@@ -12,19 +12,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
-from linattn.feature_maps._clusters import LLOYD_STEPS, clusters, power_of_two
+from linattn.feature_maps._clusters import LLOYD_STEPS, power_of_two
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import (
     Inputs,
-    cycled,
-    draw_samples,
+    draw_heads,
     is_concrete,
+    landmarks_of,
     log_normalizers,
     log_sum,
     probe_normalizers,
     query_metric,
     sample_size,
-    stratified_subset,
+    stacked,
+    strata,
     take_inputs,
 )
 from linattn.feature_maps.exponential import PositiveFeatures
@@ -271,8 +272,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
         from each of as many equal strata, and so are the queries; the normalizers l are of all
         keys. Heads share the random numbers.
 
-        Time O(S p d + C m d) a head with C sampled keys; memory O(C m), whatever the length. A
-        mask is copied to the host.
+        Time O(S p d + C m d) a head with C sampled keys; memory O(C (p + d)), whatever the
+        length. A mask is copied to the host.
 
         Dask arrays: ``fit`` computes a sample of rows once, and fits to it, normalizers too. The
         sample has 128 runs of query and of key, one from each of 128 equal strata. A run has 64
@@ -325,22 +326,25 @@ class LandmarkFeatures(SoftmaxKernelMap):
         given = compute_rows(given, max(size, p), generator)
 
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys, queries = draw_samples(given, key_strata[:size], query_strata)
-            sample = stratified_subset(queries, p, query_order)
-            lognorm, probes = probe_normalizers(given, sample), sample.x
-            metric = query_metric(queries)
-            landmarks, used = clusters(
-                given.scale * probes, lognorm, keys, metric, gumbel, m=m, steps=lloyd_steps
-            )
-            return cls(
-                landmarks,
-                probes,
-                lognorm,
-                metric,
-                used=used,
-                scale=given.scale,
-                corrected=corrected,
-            )
+            lead, heads = draw_heads(given, key_strata[:size], query_strata)
+            chosen = [head.query[strata(len(head.query), query_order[:p])] for head in heads]
+            probes, counts = stacked(chosen, lead, max(map(len, chosen)))
+            lognorm = probe_normalizers(given, probes, counts)
+            metrics = [query_metric(head.query) for head in heads]
+            found = [
+                landmarks_of(*each, gumbel, m=m, steps=lloyd_steps)
+                for each in zip(
+                    heads,
+                    given.scale * probes.reshape(-1, *probes.shape[-2:]),
+                    lognorm.reshape(-1, lognorm.shape[-1]),
+                    metrics,
+                    strict=True,
+                )
+            ]
+        landmarks, used = stacked(found, lead, m)
+        metric = np.reshape(metrics, (*lead, *metrics[0].shape))
+        fixed: Any = {"used": used, "scale": given.scale, "corrected": corrected}
+        return cls(landmarks, probes, lognorm, metric, **fixed)
 
     @staticmethod
     @_arrays.on_array_device
@@ -420,15 +424,13 @@ class LandmarkFeatures(SoftmaxKernelMap):
         given = compute_rows(given, size, generator)
         root = sqrt(given.scale)
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            keys, queries = draw_samples(given, key_strata, query_strata)
-            drawn = cycled(stratified_subset(queries, m, query_order), m)
-            logits = given.scale * dots(drawn, keys.x) + gumbel[:, : keys.x.shape[-2]]
-            if keys.log_weight is not None:
-                logits += keys.log_weight[..., None, :]
-            logits = np.where(keys.valid[..., None, :], logits, -np.inf)
-            attended = np.argmax(logits, axis=-1)
-            k = np.broadcast_to(keys.x, (*attended.shape[:-1], *keys.x.shape[-2:]))
-            mu = root * (drawn + np.take_along_axis(k, attended[..., None], axis=-2))
+            lead, heads = draw_heads(given, key_strata, query_strata)
+            landmarks = []
+            for query, key, log_weight in heads:
+                drawn = np.resize(query[strata(len(query), query_order[:m])], (m, query.shape[-1]))
+                logits = given.scale * dots(drawn, key) + gumbel[:, : len(key)] + log_weight
+                landmarks.append(root * (drawn + key[np.argmax(logits, axis=-1)]))
+            mu = np.reshape(landmarks, (*lead, *normal.shape))
             omega = mu + normal
             exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
             log_weights = log(m) - log_sum(exponents, -1)[..., 0]
