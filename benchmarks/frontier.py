@@ -12,14 +12,13 @@ worst; each head takes the best settings of a way. The ways:
   keys in its logit, and the clusters of largest weight count exactly;
 * the largest keys of each row, and a truncated singular value decomposition: both need all weights,
   and bound what is sparse and what has a low rank;
-* `linattn.attention` at several tolerances, where it is not exact. Masked tokens make sequences so
-  long that it searches for a way.
+* the clusters of `linattn.attention`, which chooses among these settings by its estimates.
 
 ``--record FILE.json`` measures landmarks, exact clusters and the twenty lines only, and writes the
-curves. Every call is of a public name, so that it runs in older revisions. ``--against FILE.json``
-compares with such a record: at equal cost, the median error of linattn's best way over the better
-of the recorded ones, and the geometric mean of these ratios over the inputs. Inputs are those of
-real_inputs.py.
+curves. They need public names only: an older revision runs them once `by_attention` and its imports
+are cut out. ``--against FILE.json`` compares with such a record: at equal cost, the median error of
+linattn's best way over the better of the recorded ones, and the geometric mean of these ratios over
+the inputs. Inputs are those of real_inputs.py.
 """
 
 from __future__ import annotations
@@ -38,16 +37,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import linattn
-from benchmarks.real_inputs import INPUTS, FilledUp
+from benchmarks.real_inputs import INPUTS
+from linattn._driver.problem import exact_problem
+from linattn.automatic._heads import Given
+from linattn.automatic._search import Searcher
+from linattn.automatic._tokens import HostTokens
 from linattn.feature_maps import LandmarkFeatures
 
 Floats = NDArray[Any]
 
 MODELS = ("minilm", "whisper", "photographs")
 SIZES = (32, 64, 128, 256, 512)
-CLUSTERS = (0, 2, 4, 8, 16, 32)
-LANDMARKS = (64, 128, 256)
-TOLERANCES = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
+EXACT = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CLUSTERS = (32, 64, 128, 256)
 STEPS = 4
 """Lloyd steps of the twenty lines."""
 
@@ -58,9 +60,6 @@ difference of logs that are the same, and the share of queries that no choice of
 FITTED, OWN, MEANS = "exact clusters", "own key, exact clusters", "k-means, twenty lines"
 ALONE, CALL, LARGEST, LOW_RANK = "landmarks", "attention", "largest keys", "low rank"
 OURS, BEFORE = (ALONE, FITTED, OWN, CALL), (ALONE, FITTED, MEANS)
-LONG = 8192
-"""Tokens, masked ones included, for which a call of one head searches for a way."""
-
 COSTS = (128, 256, 512)
 """Keys and columns at which ways are compared."""
 
@@ -106,15 +105,20 @@ Point = tuple[str, float, float]
 """Way, cost and error."""
 
 
+def exact_of(m: int) -> list[int]:
+    """Return the numbers of exact clusters for m clusters: at most half of them."""
+    return [c for c in EXACT if 2 * c <= m]
+
+
 def by_landmarks(head: Head, windows: tuple[int | None, ...] = (None, 1)) -> Iterator[Point]:
     """Landmarks of linattn, with exact clusters, and with a window of one token."""
     biases = {name: head.options[name] for name in ("key_bias",) if name in head.options}
     marked, attend = Marked(head), cast("Any", linattn.linear_attention)
-    for m in LANDMARKS:
+    for m in CLUSTERS:
         phi = LandmarkFeatures.fit(
             head.query, head.key, num_features=m, rng=0, scale=head.options["scale"], **biases
         )
-        for own, c in product(windows, CLUSTERS):
+        for own, c in product(windows, exact_of(m)):
             if c or own is None:
                 chosen = {"exact_clusters": c or None, "exact_window": own, **biases}
                 output = attend(*marked.arrays, phi, **chosen)
@@ -170,7 +174,7 @@ def by_means(head: Head) -> Iterator[Point]:
     root = np.sqrt(np.maximum(sizes, 1e-6 * sizes.max()))
     key, query = head.key @ axes * root, scale * (head.query @ axes / root)
     values, mass = np.c_[head.value, key], np.exp(bias - bias.max())
-    for m in LANDMARKS:
+    for m in CLUSTERS:
         centre = key[np.random.default_rng(0).choice(len(key), m, replace=False)]
         for step in range(STEPS + 1):
             of_key = np.argmin(np.sum(centre**2, -1) - 2 * key @ centre.T, axis=-1)
@@ -187,7 +191,7 @@ def by_means(head: Head) -> Iterator[Point]:
         order = np.argsort(-logs, axis=-1)
         top = head.logits.max(axis=-1, keepdims=True)
         weights, coarse = np.exp(head.logits - top), np.exp(np.minimum(logs - top, 50))
-        for c in CLUSTERS:
+        for c in exact_of(m):
             near = np.zeros(logs.shape, bool)
             np.put_along_axis(near, order[:, :c], values=True, axis=1)
             exact, rest = weights * near[:, of_key], np.where(near, 0, coarse)
@@ -219,21 +223,23 @@ def low_rank(weights: Floats, rank: int) -> tuple[Floats, Floats, Floats]:
     return (last @ left)[:, :rank], sizes[:rank], right[:rank]
 
 
-def by_call(head: Head) -> Iterator[Point]:
-    """`linattn.attention`, with the clusters or landmarks and the exact keys that it chooses."""
-    marked, length = Marked(head), len(head.key)
-    arrays = [x[None] for x in marked.arrays]
-    options = {name: x[None] if name == "key_bias" else x for name, x in head.options.items()}
-    for tolerance in TOLERANCES:
-        attend = FilledUp(tolerance, max(LONG, 2 * length), 0)
-        (output,) = attend(*arrays, **options)
-        if not attend.exact:
-            cost = float(attend.report.head_features[0]) + marked.exact_pairs(output)
-            yield CALL, cost, marked.error(output)
+def by_attention(head: Head) -> Iterator[Point]:
+    """Clusters of `linattn.attention`, judged on all rows by the code that judges a call."""
+    arrays = (x.astype(float) for x in (head.query, head.key, head.value))
+    scale, bias = head.options["scale"], head.options.get("key_bias")
+    rng = np.random.default_rng(0)
+    problem = exact_problem(*arrays, is_causal=False, scale=scale, key_bias=bias)
+    given = Given(problem, None, scale, None, rng, bias).with_bias_in_keys()
+    search = Searcher(given.problem, scale, HostTokens(given.problem, None, rng), rng)
+    for m in CLUSTERS:
+        trial = search.trial((), m, len(head.query))
+        for c, share, error in zip(trial.levels, trial.curve.share, trial.curve.error, strict=True):
+            if c in EXACT:
+                yield CALL, m + share * len(head.key), float(error)
 
 
 Way = Callable[[Head], Iterator[Point]]
-WAYS: tuple[Way, ...] = (by_landmarks, by_means, by_all_weights, by_call)
+WAYS: tuple[Way, ...] = (by_landmarks, by_means, by_all_weights, by_attention)
 RECORDED: tuple[Way, ...] = (partial(by_landmarks, windows=(None,)), by_means)
 
 Curves = dict[str, list[Curve]]
