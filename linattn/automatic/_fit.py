@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import LLOYD_STEPS, SAMPLED_KEYS
+from linattn.automatic._costs import DRAWS, LLOYD_STEPS, SAMPLED_KEYS
 from linattn.automatic._tokens import Head
 from linattn.feature_maps._clusters import centroids, nearest
 
@@ -133,4 +133,4 @@ def _centroids(y: Floats, m: int, generator: np.random.Generator) -> Floats:
         drawn = np.minimum(np.searchsorted(ends, strata, side="right"), len(y) - 1)
         y, odds = y.take(drawn, axis=0), odds[drawn]
     weights, metric = (1 / odds).astype(y.dtype), np.eye(y.shape[-1])
-    return centroids(y, weights, metric, gumbel, m, LLOYD_STEPS)
+    return centroids(y, weights, metric, gumbel, m, steps=LLOYD_STEPS, rounds=DRAWS)

@@ -25,7 +25,14 @@ sample a median error of .164, .156 and .157."""
 
 
 def centroids(
-    x: NDArray[Any], weights: NDArray[Any], metric: Floats, gumbel: Floats, m: int, steps: int
+    x: NDArray[Any],
+    weights: NDArray[Any],
+    metric: Floats,
+    gumbel: Floats,
+    m: int,
+    *,
+    steps: int,
+    rounds: int = NUM_ROUNDS,
 ) -> Floats:
     """Return centroids of tokens: drawn ones, moved by weighted Lloyd steps in a metric.
 
@@ -38,8 +45,8 @@ def centroids(
         Symmetric positive definite.
     gumbel : ndarray, (C,) or longer
         Gumbel noise.
-    m, steps : int
-        Centroids, Lloyd steps.
+    m, steps, rounds : int
+        Centroids, Lloyd steps, rounds in which the first centroids are drawn.
 
     Returns
     -------
@@ -58,7 +65,7 @@ def centroids(
     x = x - centre.astype(x.dtype)
     unit = power_of_two(np.abs(x).max())
     x /= x.dtype.type(unit)
-    chosen, cells = _drawn(x, weights, metric, gumbel[: len(x)], m)
+    chosen, cells = _drawn(x, weights, metric, gumbel[: len(x)], m, rounds)
     b, d = x[chosen].astype(np.float64), x.shape[-1]
     # Sums of all coordinates, and of the weights after them, by one weighted count.
     terms = (np.vstack([x.T, np.ones_like(x[:, 0])]) * weights.astype(np.float64)).ravel()
@@ -73,7 +80,7 @@ def centroids(
 
 
 def _drawn(
-    x: NDArray[Any], weights: NDArray[Any], metric: Floats, gumbel: Floats, m: int
+    x: NDArray[Any], weights: NDArray[Any], metric: Floats, gumbel: Floats, m: int, rounds: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Draw m tokens in rounds, heavy ones that are far from those drawn; also each one's nearest.
 
@@ -89,8 +96,8 @@ def _drawn(
     log_weights = log_odds = np.log(weights.astype(np.float64))
     chosen, cells = np.empty(0, np.intp), np.zeros(len(x), np.intp)
     best = np.full(len(x), -np.inf, x.dtype)
-    for i in range(NUM_ROUNDS):
-        count = m * (i + 1) // NUM_ROUNDS - len(chosen)
+    for i in range(rounds):
+        count = m * (i + 1) // rounds - len(chosen)
         if not count:
             continue
         # Tokens of weight 0 come after all others, those drawn never again.

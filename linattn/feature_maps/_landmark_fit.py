@@ -189,7 +189,7 @@ def landmarks_of(
     A = (2 * probes).astype(key.dtype) @ key.T
     A -= (2 * lognorm[:, None] - 2 * log_weight.astype(np.float64)).astype(key.dtype)
     weights = np.exp(A, out=A).sum(axis=0)
-    return centroids(key[log_weight > -np.inf], weights, metric, gumbel, m, steps)
+    return centroids(key[log_weight > -np.inf], weights, metric, gumbel, m, steps=steps)
 
 
 def log_normalizers(
