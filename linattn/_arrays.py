@@ -270,6 +270,17 @@ def is_lazy(array: Array) -> bool:
     return bool(array_api_compat.is_lazy_array(array))
 
 
+def is_differentiated(*arrays: Array | None) -> bool:
+    """Whether torch differentiates what is computed from any of these arrays."""
+    tensors = [x for x in arrays if array_api_compat.is_torch_array(x)]
+    if not tensors:
+        return False
+    torch = sys.modules["torch"]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return any(torch.autograd.forward_ad.unpack_dual(x)[1] is not None for x in tensors)
+
+
 def to_numpy(
     array: Array, name: str = "an array that is computed with on the host"
 ) -> NDArray[Any]:

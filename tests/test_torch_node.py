@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -373,3 +374,27 @@ def test_the_module_streams_copies_and_compiles():
     np.testing.assert_equal(len(list(module.parameters())), 4)
     with pytest.raises(ValueError, match="state must be None and return_state False"):
         interop.Attention(8, 2)(x, return_state=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("which", range(3))
+def test_attention_that_is_differentiated_is_exact(which: int) -> None:
+    # Clusters are found on the host. Gradients of keys were missing or far off.
+    qkv = list(torch.randn(3, 1, 1800, 32, generator=torch.Generator().manual_seed(0)) / 3 + 1)
+    attend: Any = functools.partial(linattn.attention, tolerance=None, rng=0, return_report=True)
+    assert attend(*qkv)[1].method == "landmarks"
+
+    def loss(x: Any, function: Any) -> Any:
+        return function(*qkv[:which], x, *qkv[which + 1 :]).square().sum()
+
+    dense = torch.nn.functional.scaled_dot_product_attention
+    want = torch.func.grad(lambda x: loss(x, dense))(qkv[which])
+    x = qkv[which].clone().requires_grad_()
+    loss(x, lambda *arrays: attend(*arrays)[0]).backward()
+    np.testing.assert_allclose(x.grad, want, rtol=1e-3, atol=1e-4)
+    got = torch.func.grad(lambda x: loss(x, lambda *arrays: attend(*arrays)[0]))(qkv[which])
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
+    _, change = torch.func.jvp(lambda x: loss(x, lambda *a: attend(*a)[0]), (x.detach(),), (want,))
+    np.testing.assert_allclose(change, want.square().sum(), rtol=1e-3)
+    with torch.no_grad():
+        assert attend(*qkv[:which], x, *qkv[which + 1 :])[1].method == "landmarks"

@@ -155,7 +155,8 @@ def attention(
     Clusters are found from at most 8 m keys: k-means++, then Lloyd steps. Distances are in the
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
     key's odds to be drawn are proportional to its squared distance to the mean key. Traced arrays
-    have no values to inspect: they get exact attention.
+    have no values to inspect: they get exact attention. So do torch tensors while gradients are
+    recorded, as clusters have none: call under ``torch.no_grad()``.
 
     *Causal attention* is divided into squares. The later half of the queries sees all keys of the
     earlier half. That square is full attention, with clusters found from the earlier half only.
@@ -220,6 +221,9 @@ def attention(
         key_mask=key_mask,
         key_bias=key_bias,
     )
+    if _arrays.is_differentiated(query, key, value, key_bias):
+        # Clusters are found on the host, and have no gradient.
+        problem = problem.replace(policy=problem.policy._replace(lazy=True))
     scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     if tolerance is not None:
