@@ -16,9 +16,9 @@ from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
-from linattn.feature_maps import HyperbolicFeatures, PositiveFeatures
+from linattn.feature_maps import HyperbolicFeatures, PositiveFeatures, ReluFeatures
 from linattn_numpy import tuning
-from linattn_numpy.limits import EXP_LOSS, exp
+from linattn_numpy.limits import exp
 from tests.attentions import assert_at_most, maps
 
 DIM = 16
@@ -56,9 +56,9 @@ def test_exponentials_are_normal_or_zero(dtype):
     assert_array_equal((found != 0) & (np.abs(found) < tiny), False)
     assert np.isnan(found[1, 0])
     assert_array_equal(found[0, :2], 0)
-    # Of a product of two, each at most 1, no more than the floors of denominators allow for.
+    # Half of what the smallest are multiples of.
     lost = np.abs(found - want)[2:]
-    assert_at_most(lost, (EXP_LOSS - 1) / 2 * tiny + 2 * EPS[dtype] * want[2:])
+    assert_at_most(lost, 8 * tiny + 2 * EPS[dtype] * want[2:])
     # Where none is that small, these are exponentials to the last bit.
     np.testing.assert_array_equal(exp(x[32:].copy()), np.exp(x[32:]))
 
@@ -76,6 +76,43 @@ def test_rows_are_rejected_where_rounded_exponentials_would_show():
     out = linattn.linear_attention(query, key, value, phi, is_causal=True)
     want = reference.kernel_attention(query, key, value, phi, is_causal=True)
     np.testing.assert_allclose(out, want, rtol=0, atol=EPS["float32"])
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_queries_and_features_of_keys_that_are_all_small(is_causal, dtype):
+    """The unshifted features of ``elu + 1`` are not as small as these."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 64, 8)).astype(dtype)
+    least = LEAST[dtype] / 2
+    query[::7] = least + 5 * query[::7]
+    key[:, 2] = least - 5 * np.abs(key[:, 2])
+    phi = MAPS["elu"]
+    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
+    want = reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
+    np.testing.assert_allclose(out, want, rtol=0, atol=2 * abs(LEAST[dtype]) * EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("name", ["elu", "relu"])
+def test_rows_that_see_decayed_keys_only(name, dtype):
+    """Decays below a bound are 0, and so are features: such rows are computed in another way."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 32, 8)).astype(dtype)
+    query, key[4:] = np.abs(query), key[4:] + 0.7 * LEAST[dtype]
+    log_decay = (LEAST[dtype] / 50 * rng.uniform(0.5, 1.5, 32)).astype(dtype)
+    log_decay[0] = LEAST[dtype] / 2
+    phi = {"elu": MAPS["elu"], "relu": ReluFeatures()}[name]
+    out = linattn.linear_attention(query, key, value, phi, is_causal=True, log_decay=log_decay)
+    feature = {
+        "elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+        "relu": lambda x: np.maximum(x, 0),
+    }[name]
+    since = np.cumsum(log_decay.astype(np.longdouble))
+    weights = np.tril(np.exp(np.minimum(since[:, None] - since, 0)))
+    weights *= feature(query.astype(np.longdouble)) @ feature(key.astype(np.longdouble)).T
+    want = weights @ value / weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=abs(LEAST[dtype]) / 3 * EPS[dtype])
 
 
 @pytest.mark.parametrize("heads_of", ["one map, one mask", "own masks", "own maps"])

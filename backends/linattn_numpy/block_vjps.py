@@ -18,7 +18,7 @@ from linattn.typing import Declined, Exact, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
-from linattn_numpy.features import exponents, log_features
+from linattn_numpy.features import exponents, floor_of, log_features
 from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums, by_feature
 
@@ -27,14 +27,14 @@ __all__ = ["exact_vjp", "read_block_vjp", "reduce_block_vjp"]
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
 
-def _max_scale(dtype: Any, terms: float, sizes: Floats) -> float:
+def _max_scale(floor: float, terms: float, sizes: Floats) -> float:
     """Log of the largest scale from which underflow cannot take digits of cotangents.
 
     ``sizes``: largest cotangent of each head and column. A cotangent of 1 keeps all digits; a
     smaller one may lose ``SMALL_VALUES`` rounding units.
     """
     least = sizes.min(where=sizes != 0, initial=1 / limits.SMALL_VALUES)
-    return log(least * limits.SMALL_VALUES) - log(limits.floor_of(dtype) * terms)
+    return log(least * limits.SMALL_VALUES) - log(floor * terms)
 
 
 # Full attention ---------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def read_block_vjp(
     """Return the gradient of queries that read a state, and the adjoint with these queries."""
     if not has_vjp(query_spec):
         return NO_VJP
-    kvz, least, floor = state.kvz, 0.0, limits.floor_of(state.kvz.dtype)
+    kvz, least, floor = state.kvz, 0.0, floor_of(state.kvz.dtype, query_spec)
     features = unshifted_features(query_spec, tokens, "query")
     if not isinstance(features, Declined):
         c = state.log_scale + features.col
@@ -101,7 +101,7 @@ def reduce_block_vjp(
         return NO_VJP
     kvz, factor, least, dtype = adjoint.kvz, None, 0.0, values_and_one.dtype
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
-    limit = _max_scale(dtype, terms, np.abs(kvz).max(axis=-2))
+    limit = _max_scale(floor_of(dtype, key_spec), terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
     if not isinstance(features, Declined):
         scale = adjoint.log_scale + features.col

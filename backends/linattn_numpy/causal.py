@@ -33,6 +33,8 @@ from linattn_numpy.decay import decay_of_tiles, weak_decay
 from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
+    floor_of,
+    least_of,
     log_offsets,
     num_sign_halves,
     preactivations,
@@ -129,10 +131,10 @@ def _scan_unshifted(
     sums = scan_tiles(block, state, common, bounds, since=since)
     if isinstance(sums, Declined):
         return sums
-    (num_den, floor, least_weight), kvz = sums
+    (num_den, floor, least_weight, state_floor), kvz = sums
     den = num_den[..., -1:]
     rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
-    is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, floor)
+    is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, state_floor)
     if not (is_large and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
     log = common.log_scale[..., None]
@@ -149,6 +151,8 @@ class Sums(NamedTuple):
     """Least denominator that underflow cannot have changed."""
     least_weight: float
     """Least weight of a key in the state that rows read."""
+    state_floor: float = 0.0
+    """Least normalizer of a feature after the block that underflow cannot have changed."""
 
 
 def scan_tiles(
@@ -166,13 +170,17 @@ def scan_tiles(
     """
     query_spec, key_spec, query, key, values_and_one = block
     (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
-    max_log = 0.0 if inspect else math.log(2) + float(bounds.max())
+    max_log, max_key = 0.0 if inspect else math.log(2) + float(bounds.max()), 0.0
     kvz = state.kvz * common.state_factors[..., None]
-    least = limits.floor_of(kvz.dtype) * kvz.shape[-2] * (state.length + n)
-    if key.log_decay is not None:
-        least *= limits.EXP_LOSS if since is None else math.exp(-since.min())
+    smallest, least = least_of(query_spec, key_spec), floor_of(kvz.dtype, query_spec, key_spec)
+    if since is not None:
+        least *= math.exp(-since.min())
+    elif key.log_decay is not None:
+        least = max(least, limits.weights_floor(kvz.dtype, smallest))
+    least *= kvz.shape[-2] * (state.length + n)
     weights = common.value_weights
     is_weighted, lead = not (weights == 1).all(), weights.shape[:-2]
+    is_small = smallest is limits.LEAST and weights.min() < smallest[kvz.itemsize] ** 0.5
     weights = np.broadcast_to(weights, (*lead, n, 1))
     lead = broadcast_lead(values_and_one.shape[:-2], lead)
     for rows, length, size in tiles(n, tuning.CAUSAL_TILE_ELEMENTS // kvz[..., 0].size):
@@ -189,15 +197,19 @@ def scan_tiles(
             sums.split(num_den[..., rows, :]),
         )
         shape = length // size, size, kvz.dtype
-        decays = decay_of_tiles(key.log_decay, rows, *shape, since)
+        decays = decay_of_tiles(key.log_decay, rows, *shape, since, smallest)
         borders = iter(repeat(()) if lengths is None else borders_of_tiles(lengths, rows, *shape))
         for q, k, v, weight, out in zip(*arrays, strict=True):
-            max_log = max(max_log, queries.make(q, inspect=inspect) + keys.make(k, inspect=inspect))
+            log = keys.make(k, inspect=inspect)
+            max_key = max(max_key, log)
+            max_log = max(max_log, queries.make(q, inspect=inspect) + log)
             if max_log == inf:
                 return limits.LARGE_EXPONENTS
-            sums.add(
-                weighted(v, weight) if is_weighted else v, out, next(decays), (), next(borders)
-            )
+            if is_weighted:
+                v = weighted(v, weight)
+                if is_small:
+                    limits.rounded(v, smallest[v.itemsize])
+            sums.add(v, out, next(decays), (), next(borders))
             # The floor does not fall from tile to tile.
             if not out[..., -1].min() >= least * math.exp(max_log):
                 return limits.UNDERFLOWED
@@ -205,7 +217,8 @@ def scan_tiles(
     assert num_den is not None
     # Without inspection, large exponents of keys may hide small weights.
     least_weight = 1.0 if inspect else float(common.value_weights.min())
-    return Sums(num_den, least * math.exp(max_log), least_weight), kvz
+    of_state = least / kvz.shape[-2] * math.exp(max_key)
+    return Sums(num_den, least * math.exp(max_log), least_weight, of_state), kvz
 
 
 def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
@@ -276,7 +289,7 @@ def _scan_rows(
     )
     sums = Triangles(q, k, v.shape[:-2], found.state, size, limits.LEAST[v.itemsize])
     shape = n // size, size, v.dtype
-    decay = next(decay_of_tiles(block.key.log_decay, rows, *shape, exp=limits.weights))
+    decay = next(decay_of_tiles(block.key.log_decay, rows, *shape))
     (values,), (sub_blocks_out,) = sums.split(v), sums.split(num_den)
     before = [state.kvz, *sums.add(values, sub_blocks_out, decay, found.rises)]
     log_row[...] = found.log_row

@@ -20,6 +20,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
+from linattn_numpy.features import floor_of
 from linattn_numpy.products import product, sum_products, transposed, weighted
 from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import Run, lower, runs_of, sub_blocks
@@ -110,7 +111,8 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
         # Its gradients are taken from the features themselves.
         return Declined("features of a pointwise map are on several log scales")
     terms = float(k.shape[-1] * (state.length + v.shape[-2]))
-    floor = limits.floor_of(v.dtype) * terms * math.exp(queries.max_log + keys.max_log)
+    terms *= math.exp(queries.max_log + keys.max_log)
+    floor = terms * floor_of(v.dtype, block.query_spec, block.key_spec)
     return _Rows(queries.weights, k, v, start, log_scale[..., None, :], None, floor)
 
 

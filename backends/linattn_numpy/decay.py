@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
+from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ class Decay(NamedTuple):
     """From a key to the end of its sub-block."""
     states: list[Floats]
     """From the start of each sub-block to its end, ``(..., 1)``."""
+    least: float
+    """Smallest factors that are not 0; 0 if all factors are large enough to multiply with."""
 
 
 class WeakDecay(NamedTuple):
@@ -48,12 +51,12 @@ def decay_of_tiles(
     size: int,
     dtype: Any,
     since: Floats | None = None,
-    exp: Any = limits.exp,
+    least: dict[int, float] = limits.LEAST,
 ) -> Iterator[Decay | WeakDecay | None]:
     """Yield the decay of some rows of a block, a tile of ``count`` sub-blocks at a time.
 
     ``since``: from :func:`weak_decay`; the values of the block have been divided by its ``exp``.
-    ``exp``: exponentials in place; those of `limits.weights` fit weights that are rounded too.
+    ``least``: smallest factors that are not 0, by bytes of a number.
     """
     if log_decay is None:
         return repeat(None)
@@ -62,8 +65,8 @@ def decay_of_tiles(
         return (WeakDecay(list(moveaxis(left, -2, 0))) for left in np.exp(last))
     if log_decay.strides[-2] == 0:
         # One decay for all tokens.
-        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype, exp)))
-    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype, exp)
+        return repeat(next(_decays(log_decay[None, ..., None, :size, :], count, dtype, least)))
+    return _decays(split_tiles(log_decay[..., rows, :], count, size), count, dtype, least)
 
 
 def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
@@ -75,16 +78,17 @@ def weak_decay(log_decay: Floats, dtype: Any) -> tuple[Floats, Bools]:
     return since.astype(dtype), is_weak
 
 
-def _decays(log_decay: Floats, count: int, dtype: Any, exp: Any) -> Iterator[Decay]:
+def _decays(log_decay: Floats, count: int, dtype: Any, least: dict[int, float]) -> Iterator[Decay]:
     """Decay of each tile; tiles are the first axis."""
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
     last, size = since[..., -1:, :], since.shape[-2]
     limit = limits.MAX_HALF_DECAY[dtype.itemsize]
-    is_steep = (last < -2 * limit)[..., 0, 0]
+    is_steep, smallest = (last < -2 * limit)[..., 0, 0], least[dtype.itemsize]
+    smallest = smallest if last.min() < log(smallest) else 0.0
     to_middle = (last / 2 - since).clip(-limit, limit)
     factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))
-    parts = (exp(x.astype(dtype)) for x in (since, last - since, last))
+    parts = (limits.weights(x.astype(dtype), None, least) for x in (since, last - since, last))
     for sums, steep, row, key, left, until, whole in zip(
         since, is_steep, *factors, *parts, strict=True
     ):
@@ -94,6 +98,6 @@ def _decays(log_decay: Floats, count: int, dtype: Any, exp: Any) -> Iterator[Dec
         if steep.any():
             # The decay of some token is out of the range of a number.
             between = np.minimum(sums[steep] - transposed(sums[steep]), 0).astype(dtype)
-            pairs[steep] = limits.exp(between) * lower(size, dtype)
+            pairs[steep] = limits.weights(between, None, least) * lower(size, dtype)
         states = list(moveaxis(whole[..., 0], -2, 0))
-        yield Decay(pairs, left, until, states * (count // len(states)))
+        yield Decay(pairs, left, until, states * (count // len(states)), smallest)

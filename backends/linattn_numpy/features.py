@@ -34,6 +34,8 @@ __all__ = [
     "exponents",
     "feature_tiles",
     "features_shape",
+    "floor_of",
+    "least_of",
     "log_features",
     "log_offsets",
     "num_sign_halves",
@@ -48,6 +50,10 @@ __all__ = [
 
 Supported: TypeAlias = Exponential | Pointwise
 """Specs whose features are made here."""
+
+
+MIN_ELU = {size: log(2 * least) for size, least in limits.LEAST.items()}
+"""Smallest inputs of ``exp`` in ``elu + 1``, if a sample of them has smaller ones."""
 
 
 class FeatureMaker:
@@ -106,6 +112,9 @@ class FeatureMaker:
         if log == inf:
             return log
         if isinstance(spec, Pointwise):
+            least = MIN_ELU[x.itemsize]
+            if spec.f == ELU_PLUS_ONE and (x if inspect else x[..., ::8, :]).min() < least:
+                x = x.clip(least)
             activate(spec, x, self._first)
         else:
             np.exp(x, out=x)
@@ -173,8 +182,7 @@ def _max_log(spec: Supported, u: Floats) -> float:
         return reach if reach <= limits.MAX_EXPONENT[u.itemsize] else inf
     # Sums and products of features far from 1 would leave the range of float32.
     is_large = spec.offset != 0.0 or spec.f != RELU or high > 1 / limits.MAX_FEATURE
-    least = limits.MIN_EXPONENT[u.itemsize] if spec.f == ELU_PLUS_ONE else -inf
-    if not (is_large and least < low and high < limits.MAX_FEATURE):
+    if not (is_large and -inf < low and high < limits.MAX_FEATURE):
         return inf
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
@@ -245,6 +253,20 @@ def activate(spec: Pointwise, u: Floats, out: Floats) -> Floats:
     if spec.factor != 1.0:
         out *= spec.factor
     return out
+
+
+def least_of(*specs: Spec) -> dict[int, float]:
+    """Smallest factors that are not 0, beside unshifted features of these specs."""
+    is_low = any(isinstance(spec, Pointwise) and spec.f == ELU_PLUS_ONE for spec in specs)
+    return limits.LEAST if is_low else limits.FADED
+
+
+def floor_of(dtype: Any, *specs: Spec) -> float:
+    """`limits.floor_of`, or what it is if features of ``elu + 1`` are at least 2 ``LEAST``."""
+    if least_of(*specs) is limits.FADED:
+        return limits.floor_of(dtype)
+    factors = (spec.factor for spec in specs if isinstance(spec, Pointwise))
+    return limits.weights_floor(dtype) * max(1.0, *factors)
 
 
 def _positive(u: Floats, out: Floats) -> Floats:

@@ -21,7 +21,6 @@ UNDERFLOWED = Declined("a denominator may have underflowed, or a sum is not fini
 # Exponents.
 MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal numbers
 MIN_ROW_TERM = {4: -40.0, 8: -350.0}  # of unshifted keys, beside the largest of a block
-EXP_LOSS = 32.0  # smallest normal numbers that a product of two of exp's may have lost: 17, or less
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
 MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
@@ -33,7 +32,7 @@ MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of 
 MAX_PREFIX_LOG_LEAD = 10.0  # of a scale above what has been seen so far: few rows are redone
 
 # Decay.
-MAX_HALF_DECAY = {4: 40.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
+MAX_HALF_DECAY = {4: 34.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
 MAX_WEAK_DECAY = {4: 17.0, 8: 170.0}  # of a sub-block, by whose inverse its values are multiplied
 
 # Recurrences.
@@ -55,6 +54,9 @@ LEAST = {4: 2.0**-63, 8: 2.0**-511}
 
 FAINT = {4: 2.0**-75, 8: 2.0**-600}
 """The same beside unshifted features in gradients, within MAX_VJP_EXPONENT."""
+
+FADED = {4: 2.0**-100, 8: 2.0**-900}
+"""The same for strong decays beside unshifted features."""
 
 DECAYED = {4: 2.0**-40, 8: 2.0**-400}
 """The same for decays in recurrences, as in the generic code."""
@@ -80,10 +82,9 @@ def floor_of(dtype: Any) -> float:
     return tiny(dtype) / float(np.finfo(dtype).eps)
 
 
-@cache
-def weights_floor(dtype: Any) -> float:
+def weights_floor(dtype: Any, least: dict[int, float] = LEAST) -> float:
     """`floor_of` where each term is a product of two :func:`weights`, and small sums are 0."""
-    return 2 * LEAST[dtype.itemsize] / float(np.finfo(dtype).eps)
+    return 2 * least[dtype.itemsize] / float(np.finfo(dtype).eps)
 
 
 def exp(x: Floats) -> Floats:
@@ -94,17 +95,17 @@ def exp(x: Floats) -> Floats:
     return _rounded_exp(x, x, 16 * tiny(x.dtype))
 
 
-def weights(x: Floats, out: Floats | None = None) -> Floats:
-    """Exponentials, in place without ``out``; the smallest are multiples of ``LEAST``.
+def weights(x: Floats, out: Floats | None = None, least: dict[int, float] = LEAST) -> Floats:
+    """Exponentials, in place without ``out``; the smallest are multiples of ``least``.
 
     Smaller weights are negligible beside the largest weight of a row or feature, 1.
     """
-    return _rounded_exp(x, x if out is None else out, LEAST[x.itemsize])
+    return _rounded_exp(x, x if out is None else out, least[x.itemsize])
 
 
 def decays(log: Floats, out: Floats | None = None) -> Floats:
     """Exponentials of log decays, in place without ``out``; the smallest are ``DECAYED``."""
-    return _rounded_exp(log, log if out is None else out, DECAYED[log.itemsize])
+    return weights(log, out, DECAYED)
 
 
 def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
@@ -112,11 +113,11 @@ def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
 
     Numbers below the smallest normal one, and products of them, may take a hundred times as long.
     """
-    start, lowest = log(least) - 0.8, x.min(initial=0.0)
+    start, lowest = log(least), x.min(initial=0.0)
     if lowest >= start:  # not with NaN
         return np.asarray(np.exp(x, out=out))
     if not lowest >= log(tiny(x.dtype)):
-        x = x.clip(start, np.inf, out=out)
+        x = x.clip(start - 0.8, np.inf, out=out)
     return rounded(np.exp(x, out=out), least)
 
 
@@ -132,8 +133,7 @@ def rounded(x: Floats, least: float) -> Floats:
 def rescale(kvz: Floats, factor: Floats, least: float) -> None:
     """Multiply a state in place by the factors of its features; results below ``least`` are 0."""
     kvz *= factor
-    # Small factors are rare.
-    if factor.min() < least**0.5:
+    if least:
         kvz[np.abs(kvz) < least] = 0
 
 

@@ -25,6 +25,7 @@ from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
     features_shape,
+    floor_of,
     log_offsets,
     num_sign_halves,
     row_log,
@@ -84,7 +85,7 @@ def sequences_block(
         sums = _Apart(block, common).attend(lengths, is_causal)
     if isinstance(sums, Declined):
         return sums
-    num_den, floor, least_weight = sums
+    num_den, floor, least_weight, _ = sums
     least = num_den[..., -1].min()
     if not (least >= floor and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
@@ -162,11 +163,13 @@ class _Apart:
                 self._read_states(rows, runs)
             if self._max_log == inf:
                 return limits.LARGE_EXPONENTS
-        floor = limits.floor_of(dtype) * m
+        per_term = floor_of(dtype, self._block.query_spec, self._block.key_spec)
+        floor = per_term * m
         floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
         if self._largest_sum == 0:
             return Sums(self._num_den, floor_of_pairs, 1.0)
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
+        least = max(least, per_term * longest)
         if not (least <= self._least_sum <= self._largest_sum <= most):
             return limits.UNDERFLOWED
         floor_of_states = floor * max(1.0, self._largest_sum)

@@ -36,6 +36,7 @@ from linattn_numpy.features import (
     exponents,
     feature_tiles,
     features_shape,
+    floor_of,
     log_offsets,
     num_sign_halves,
     row_log,
@@ -129,6 +130,7 @@ def _unshifted_sums(
             v, w = v[..., None, :, :], w[..., None, :, :]
         _put_sums(weights, v, w, sums, add)
     z, (least, most) = kvz[..., -1].copy(), limits.FEATURE_SUM_RANGE[kvz.itemsize]
+    least = max(least, floor_of(dtype, key_spec) * tokens.x.shape[-2])
     log_scale = log_offsets(key_spec, dtype) + top
     if not z.min() > 0:
         # A feature without keys has no digits to lose, and no scale.
@@ -254,7 +256,7 @@ def _put_read(
         if divided:
             np.divide(of_rows, divisor, out=of_rows)
     z, itemsize = kvz[..., -1], kvz.itemsize
-    floor = limits.floor_of(kvz.dtype) * kvz.shape[-2] * max(1.0, z.max())
+    floor = floor_of(kvz.dtype, query_spec) * kvz.shape[-2] * max(1.0, z.max())
     if not den.min() >= max(floor, limits.MIN_READ_DENOMINATOR[itemsize]):
         return False
     most, largest = den.max(), limits.size_bound(kvz)

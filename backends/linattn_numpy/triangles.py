@@ -87,24 +87,24 @@ class Triangles:
         np.multiply(first, self._visible if early is None else early.pairs, out=first)
         for place, _, _, pairs in borders:
             first[..., place, :, :] *= pairs
-        if self._least:
-            rounded(first, self._least)
+        if least := self._least or (early.least if early else 0):
+            rounded(first, least)
         np.matmul(first, v, out=out)
         for border in borders:
             self._k[..., border.place, : border.last, :] = 0
         if early is not None:
             v = weighted(v, early.keys, "decayed_values")
-            if self._least:
-                rounded(v, self._least)
+            if least:
+                rounded(v, least)
         sum_products(self._k, v[..., None, :, :, :], self._added)
         ends = {border.place for border in borders}
         for i, (before, after) in enumerate(self._steps):
             if early is not None:
                 before = np.multiply(before, early.states[i], out=self._faded)
-                if self._least:
-                    before[np.abs(before) < self._least] = 0
             if i not in ends:
                 np.add(before, after, out=after)
+            if early is not None and self._least:
+                after[np.abs(after) < self._least] = 0
             if late is not None:
                 np.multiply(after, late.states[i], out=after)
             if i < len(rises):
