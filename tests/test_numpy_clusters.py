@@ -11,10 +11,11 @@ pytest.importorskip("linattn_numpy")
 from linattn import _generic
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import LandmarkFeatures
-from linattn.typing import Declined, State, Tokens
+from linattn.typing import Clusters, Declined, State, Tokens
 from linattn_numpy import tuning
 from linattn_numpy.assigned import sums_by_feature
-from linattn_numpy.clusters import _largest, _visits, choose_block
+from linattn_numpy.clusters import _largest, choose_block
+from tests.attentions import assert_at_most
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -47,16 +48,21 @@ def test_sums_by_feature_are_those_of_the_keys_of_each(n, lead, value_lead, m):
             np.testing.assert_allclose(scale * found, expected[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("limits", [(), (4, 3), (10, 1)])
 @pytest.mark.parametrize("count", [1, 20])
-def test_visits_are_the_queries_of_each_cluster_that_has_keys(count):
+def test_visits_are_the_queries_of_each_cluster_that_has_keys(count, limits):
     """Queries are sorted by the clusters that they chose, however many these are."""
     rng, n, m = np.random.default_rng(count), 300, 40
     chosen = np.argsort(np.argsort(rng.random((n, m)), axis=-1), axis=-1) < count
     bounds = np.cumsum(np.append(0, rng.integers(3, size=m)))
     found = np.zeros((n, bounds[-1]), int)
-    for rows, keys in _visits(chosen, bounds):
+    keys = np.zeros((bounds[-1], 4))
+    clusters = Clusters(Tokens(keys, None, 0), keys, bounds, np.arange(len(keys)))
+    for rows, of_keys in clusters.visits(chosen, *limits):
         assert_array_less(0, np.diff(rows))
-        found[rows, keys] += 1
+        found[rows, of_keys] += 1
+        if limits:
+            assert_at_most(len(rows), max(limits[1], limits[0] // len(keys[of_keys])))
     expected = np.repeat(chosen, np.diff(bounds), axis=-1)
     np.testing.assert_array_equal(found, expected)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,9 +24,6 @@ from linattn_numpy.states import add_sums
 from linattn_numpy.tiles import head_tiles
 
 __all__ = ["assign_block", "choose_block", "clusters_block"]
-
-MIN_REST = 1e-25
-"""Sums of columns not chosen, over the largest weight: smaller ones would lose digits."""
 
 
 def assign_block(
@@ -84,27 +79,13 @@ def choose_block(
             np.put_along_axis(scores, column[of], raised, axis=-1)
         chosen[of] = _largest(scores, count)
         logs += scale[heads]
-        row[of] = _to_weights(logs)
-        logs *= ~chosen[of]
-        np.matmul(logs, kvz[heads], out=num_den[of])
-        if num_den[of][..., -1].min() < MIN_REST:
-            # The others are read on a scale of their own.
-            np.matmul(x[of], P[heads], out=logs)
-            logs += scale[heads]
-            np.copyto(logs, -np.inf, where=chosen[of])
-            row[of] = _to_weights(logs)
-            np.matmul(logs, kvz[heads], out=num_den[of])
+        np.putmask(logs, chosen[of], -np.inf)
+        row[of] = limits.row_max(logs)
+        logs -= limits.finite_shift(row[of])
+        np.matmul(limits.exp(logs), kvz[heads], out=num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
-
-
-def _to_weights(logs: Floats) -> Floats:
-    """Replace logs by ``exp(log - largest of the row)``, and return the largest logs."""
-    top = limits.row_max(logs)
-    logs -= limits.finite_shift(top)
-    limits.exp(logs)
-    return top
 
 
 def _largest(scores: Floats, count: int) -> Bools:
@@ -135,55 +116,17 @@ def clusters_block(
     key, values_and_one = np.ascontiguousarray(key.T), clusters.values_and_one
     num_den = part.num_den * np.exp(part.log - log)
     # A row as one element: numbers one by one take three times as long to scatter.
-    whole_rows = _as_elements(num_den)
-    visits = _visits(chosen, clusters.bounds)
-    most = max((len(chose) for chose, _ in visits), default=0)
-    pairs = max((len(chose) * (keys.stop - keys.start) for chose, keys in visits), default=0)
-    scores = buffer("weights", (pairs,), x.dtype)
-    queries, sums, added = (
-        buffer(name, (most, of_rows.shape[-1]), of_rows.dtype)
-        for name, of_rows in (("queries", x), ("sums", num_den), ("added", num_den))
-    )
-    whole_sums = _as_elements(sums)
-    for chose, keys in visits:
-        here, number = slice(0, len(chose)), keys.stop - keys.start
-        # "clip" checks no index, and so copies once.
-        q = x.take(chose, axis=0, out=queries[here], mode="clip")
-        weights = scores[: len(q) * number].reshape(-1, number)
-        np.matmul(q, key[:, keys], out=weights)
-        limits.exp(weights)
+    row = np.dtype((np.void, num_den.shape[-1] * num_den.itemsize))
+    rows = num_den.view(row)[:, 0]
+    for chose, keys in clusters.visits(chosen, tuning.VISIT_TILE_ELEMENTS, tuning.MIN_VISIT_ROWS):
+        weights = limits.exp(x.take(chose, axis=0) @ key[:, keys])
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
-        np.matmul(weights, values_and_one[keys], out=added[here])
-        whole_rows.take(chose, out=whole_sums[here], mode="clip")
-        np.add(sums[here], added[here], out=sums[here])
-        whole_rows[chose] = whole_sums[here]
+        sums = weights @ values_and_one[keys]
+        sums += num_den.take(chose, axis=0)
+        rows[chose] = sums.view(row)[:, 0]
     # A sum is inf or NaN because of its values, or because the scale is too low.
     return Partial(num_den, log) if limits.all_finite(num_den) else Declined("sums are not finite")
-
-
-def _as_elements(x: Floats) -> NDArray[np.void]:
-    """View each row of a contiguous matrix as one element, whatever it holds."""
-    return x.view(np.dtype((np.void, x.shape[-1] * x.itemsize)))[..., 0]
-
-
-def _visits(chosen: Bools, bounds: NDArray[np.intp]) -> list[tuple[NDArray[np.intp], slice]]:
-    """List for each cluster its keys and the queries that chose it, in parts."""
-    places, m = np.flatnonzero(chosen), chosen.shape[-1]
-    all_rows = places // m
-    numbers = places - m * all_rows
-    # Numbers of two bytes are sorted by counting: sooner done than the whole transposed.
-    narrow = numbers.astype(np.uint16 if m <= 1 << 16 else np.intp)
-    all_rows = all_rows[np.argsort(narrow, kind="stable")]
-    ends = np.append(0, np.cumsum(np.bincount(numbers, minlength=m)))
-    visits = []
-    for (first, end), (start, stop) in zip(pairwise(ends), pairwise(bounds), strict=True):
-        if start < stop:
-            elements = max(tuning.MIN_VISIT_ROWS * (stop - start), tuning.VISIT_TILE_ELEMENTS)
-            size = max(1, elements // (stop - start))
-            for begin in range(first, end, size):
-                visits.append((all_rows[begin : min(begin + size, end)], slice(start, stop)))
-    return visits
 
 
 def _leave_out_near(

@@ -6,8 +6,8 @@ values are computed in the library that the arrays come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import array_api_compat
 import numpy as np
@@ -88,37 +88,6 @@ def choose_block(
     return chosen, Partial(rest.num_den, rest.log + log_row)
 
 
-class Visit(NamedTuple):
-    """Queries that have chosen a cluster, and its keys."""
-
-    rows: NDArray[np.intp]
-    """Queries."""
-    cluster: int
-    keys: slice
-    visible: NDArray[np.bool_] | None
-    """Pairs that count; None for all."""
-
-
-def visits(
-    chosen: NDArray[np.bool_], clusters: Clusters, start: int, exact_window: int | None
-) -> Iterator[Visit]:
-    """Yield each cluster with the queries that chose it; keys in a query's window do not count."""
-    n, m = chosen.shape
-    bounds = clusters.bounds
-    pairs = np.flatnonzero(np.ascontiguousarray(chosen.T))
-    ends = np.searchsorted(pairs, n * np.arange(m + 1))
-    for i in range(m):
-        rows, keys = pairs[ends[i] : ends[i + 1]] - n * i, slice(int(bounds[i]), int(bounds[i + 1]))
-        if not len(rows) or keys.start == keys.stop:
-            continue
-        visible = None
-        if exact_window is not None:
-            key_block = clusters.positions[keys] // exact_window
-            visible = abs(((start + rows) // exact_window)[:, None] - key_block) > 1
-            visible = None if visible.all() else visible
-        yield Visit(rows, i, keys, visible)
-
-
 def clusters_block(
     spec: Exact,
     query: Tokens,
@@ -143,25 +112,29 @@ def clusters_block(
         # Backends may take a log weight for a mask.
         exact_block = exact.exact_block
     nothing = xp.zeros((1, values_and_one.shape[-1]), dtype=values_and_one.dtype, device=device)
-    parts = [nothing], [nothing[..., -1:] - xp.inf]
+    parts, seen = ([nothing], [nothing[..., -1:] - xp.inf]), 1
     # The parts of each row, in the order of its clusters; the rest are `nothing`.
-    order = np.cumsum(chosen, axis=-1) - 1
-    where, seen = np.zeros((n, max(1, int(order.max(initial=0)) + 1)), np.int64), 1
-    for visit in visits(chosen, clusters, query.start, exact_window):
-        x = xp.take(query.x, xp.asarray(visit.rows, device=device), axis=0)
-        weight = None if key.log_weight is None else key.log_weight[visit.keys, :]
-        visible = None if visit.visible is None else xp.asarray(visit.visible, device=device)
-        keys = Tokens(key.x[visit.keys, :], weight, 0)
-        block = spec, Tokens(x, None, 0), keys, values_and_one[visit.keys, :], visible
+    where = np.zeros((n, int(chosen.sum(axis=-1).max(initial=1))), np.int64)
+    filled = np.zeros(n, np.int64)
+    for rows, members in clusters.visits(chosen):
+        x = xp.take(query.x, xp.asarray(rows, device=device), axis=0)
+        weight = None if key.log_weight is None else key.log_weight[members, :]
+        offset, visible = clusters.positions[members] - (query.start + rows)[:, None], None
+        if exact_window is not None:
+            blocks = clusters.positions[members] // exact_window
+            near = abs(((query.start + rows) // exact_window)[:, None] - blocks) <= 1
+            visible = xp.asarray(~near, device=device) if near.any() else None
+        keys = Tokens(key.x[members, :], weight, 0)
+        block = spec, Tokens(x, None, 0), keys, values_and_one[members, :], visible
         if bias_of is None:
             found = exact_block(*block)
         else:
-            offset = clusters.positions[visit.keys] - (query.start + visit.rows)[:, None]
             found = exact.exact_pairs(*block, bias_of(offset), False)
         for arrays, array in zip(parts, found[:2], strict=True):
             arrays.append(array)
-        where[visit.rows, order[visit.rows, visit.cluster]] = seen + np.arange(len(visit.rows))
-        seen += len(visit.rows)
+        where[rows, filled[rows]] = seen + np.arange(len(rows))
+        filled[rows] += 1
+        seen += len(rows)
     index = xp.asarray(where.ravel(), device=device)
     num_den, logs = (
         xp.reshape(xp.take(xp.concat(arrays, axis=0), index, axis=0), (*where.shape, -1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 __all__ = [
     "Array",
@@ -155,6 +157,28 @@ class Clusters(NamedTuple):
     values_and_one: Array
     bounds: Any
     positions: Any
+
+    def visits(
+        self, chosen: Any, most: int = 1 << 62, least: int = 1
+    ) -> Iterator[tuple[Any, slice]]:
+        """Yield the queries that chose each cluster that has keys, and the slice of its keys.
+
+        ``chosen`` is ``(n, m)`` on the host. At most ``most`` pairs, or ``least`` queries, come
+        together.
+        """
+        places, m = np.flatnonzero(chosen), chosen.shape[-1]
+        numbers = places % m
+        # Numbers of two bytes are sorted by counting.
+        narrow = numbers.astype(np.uint16 if m <= 1 << 16 else np.intp)
+        queries = (places // m)[np.argsort(narrow, kind="stable")]
+        ends = np.cumsum(np.bincount(numbers, minlength=m))
+        for first, end, start, stop in zip(
+            np.append(0, ends), ends, self.bounds, self.bounds[1:], strict=False
+        ):
+            if start < stop:
+                size = min(max(least, most // int(stop - start)), 1 + len(places))
+                for begin in range(first, end, size):
+                    yield queries[begin : min(begin + size, end)], slice(int(start), int(stop))
 
     def __repr__(self) -> str:
         """Show one line, without the numbers of arrays."""
