@@ -393,7 +393,8 @@ def recurrence_step(
 
     Notes
     -----
-    Time and memory O(d e), whatever the context length.
+    Time and memory O(d e), whatever the context length. Decays below 2^-40 (float64: 2^-400)
+    count as 0.
 
     Examples
     --------

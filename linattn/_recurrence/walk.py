@@ -11,7 +11,7 @@ import array_api_compat
 from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
-from linattn._generic.numerics import ignore_fp_warnings
+from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences
@@ -232,7 +232,7 @@ def step(problem: Recurrence) -> tuple[Array, Array]:
             xp.astype(row, dtype, copy=False) for row in (problem.query, problem.key, problem.value)
         )
         if problem.log_decay is not None:
-            remaining = xp.exp(xp.astype(problem.log_decay, dtype, copy=False))
+            remaining = exp_or_zero(xp.astype(problem.log_decay, dtype, copy=False), least=DECAYED)
             state = xp.matrix_transpose(remaining) * state
         if problem.beta is not None:
             beta = xp.astype(problem.beta, dtype, copy=False)
