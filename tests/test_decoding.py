@@ -182,6 +182,28 @@ def test_a_read_of_what_has_underflowed_is_stabilized():
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["positive", "hyperbolic"])
+@pytest.mark.parametrize("log", [-60, 40])
+def test_sums_of_any_size_on_their_scale(name, log):
+    """Small weights are clipped only beside sums on which this has no effect."""
+    phi = MAPS[name]
+    query, key, value = tokens(3 * MAX_BUFFERED_TOKENS, dtype=np.float32)
+    query, key = 2 * query, 2 * key
+    state = linattn.init_state(phi, E, batch_shape=(2,), like=key)
+    state = linattn.update_state(state, key[:, :9], value[:, :9], phi)
+    moved = np.where(np.arange(state.log_scale.shape[-1]) % 3, np.float32(log), 0)
+    kvz = state.kvz * np.exp(moved)[:, None]
+    state = state._replace(kvz=kvz, log_scale=state.log_scale - moved)
+    decoder, out = linattn.Decoder(phi, state), np.empty((2, 2, query.shape[1], E))
+    for t in range(9, query.shape[1]):
+        token = query[:, t], key[:, t], value[:, t]
+        out[0, :, t] = decoder.step(*token)
+        out[1, :, t], state = linattn.decode_step(*token, state, phi)
+    q, k, v = (x.astype(np.float64) for x in (query, key, value))
+    want = linattn.linear_attention(q, k, v, phi, is_causal=True)
+    np.testing.assert_allclose(out[:, :, 9:], np.stack([want, want])[:, :, 9:], rtol=0, atol=3e-5)
+
+
 @pytest.mark.parametrize("name", ["positive", "elu", "taylor"])
 @pytest.mark.parametrize("steps", [0, 3, MAX_BUFFERED_TOKENS + 1])
 def test_states_and_copies_do_not_follow_their_decoder(name, steps):

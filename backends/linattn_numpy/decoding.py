@@ -9,6 +9,7 @@ before the token.
 from __future__ import annotations
 
 import threading
+from functools import cache
 from math import exp
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebas
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
 __all__ = ["decode", "stepper"]
+
+MOST_OF_BUFFER = MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
+"""Most that buffered tokens add to a sum."""
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:
@@ -66,10 +70,34 @@ class _Readout:
     def divided(self, min_denominator: float) -> Floats | Declined:
         """Numerator over denominator, a new array."""
         # 0 times a finite number is 0, times any other NaN: a product is faster than a sum.
-        is_finite = self._flat.dot(self._zeros) == 0
-        if is_finite and np.minimum.reduce(self._flat_denominators) >= min_denominator:
+        is_finite, den = self._flat.dot(self._zeros) == 0, self._flat_denominators
+        if is_finite and den[den.argmin()] >= min_denominator:
             return np.divide(self._numerators, self._denominators)
         return limits.UNDERFLOWED
+
+
+@cache
+def _floors(dtype: Any, m: int) -> tuple[float, float, float]:
+    """Return the least sums beside a clipped key, beside clipped queries, and beside ``tiny``."""
+    of_query, of_key = (2 * exp(log) for log in limits.MIN_TOKEN_LOGS[dtype.itemsize])
+    eps = float(np.finfo(dtype).eps)
+    return of_key / eps, m * of_query / eps, m * limits.floor_of(dtype)
+
+
+def _clip(token: ExponentialToken | PointwiseToken, z: Floats, length: int) -> float:
+    """Clip features of the next tokens if the sums ``z`` allow it; return the least denominator.
+
+    The clipped weights of ``length`` keys and a full buffer must be negligible beside each sum. A
+    query's features may be wrong by a clipped one, or by ``tiny``, for each unit of all sums.
+    """
+    of_key, of_query, of_tiny = _floors(z.dtype, z.shape[-1])
+    flat = z.reshape(-1)
+    least, most = float(flat[flat.argmin()]), float(flat[flat.argmax()]) + MOST_OF_BUFFER
+    # Beside such sums the denominator of a max-stabilized read is large enough.
+    is_large = least >= of_query * most and least >= of_key * (length + MAX_BUFFERED_TOKENS)
+    token.clips = token.may_clip and is_large
+    floor = of_query if token.clips else of_tiny
+    return max(limits.MIN_READ_DENOMINATOR[z.itemsize], floor * most)
 
 
 # One step ---------------------------------------------------------------------------------------
@@ -138,15 +166,16 @@ def decode(problem: Problem) -> tuple[Floats, State] | Declined:
     query, key, value = (x[..., 0, :] for x in (problem.query, problem.key, problem.value))
     with np.errstate(all="ignore"):
         kvz, (_, token, outer, readout) = state.kvz, _workspace(problem, state)
-        weights = token.load(query, key)
+        least = _clip(token, kvz[..., -1], state.length)
+        weights = token.load(query, key, unshifted=False)
         if isinstance(weights, Declined):
-            weights, factor = rebase_for(token, query, key)
+            weights, factor = rebase_for(token, query, key, kvz[..., -1])
             if isinstance(weights, Declined):
                 return weights
             kvz = kvz * factor[..., None]
         after = outer.added(kvz, weights, value)
         np.matmul(np.swapaxes(token.stabilized_query(), -1, -2), after, out=readout.num_den)
-        out = readout.divided(limits.MIN_READ_DENOMINATOR[after.itemsize])
+        out = readout.divided(least)
     if isinstance(out, Declined):
         return out
     return out, State(after, token.log_scale.copy(), state.length + 1)
@@ -200,20 +229,18 @@ class Stepper:
             )
             for i in range(MAX_BUFFERED_TOKENS)
         ]
-        self._length = state.length
-        self._count = 0
-        self._allow_unshifted()
+        self._length, self._count, self._next_look = state.length, 0, 0
+        self._look()
 
-    def _allow_unshifted(self) -> None:
-        """Read unshifted from now on, and set the least denominator for it.
+    def _look(self) -> None:
+        """Decide by the sums so far how the next tokens are read: unshifted first, and clipped.
 
-        Underflow of the query's features can have taken ``tiny`` for each feature and unit of its
-        sum, buffered tokens included.
+        This is done after 1, 2, 4, 8 and 16 tokens of a stream, and then every 16.
         """
-        most = float(self._state[..., -1, :].max()) + MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
-        floor = limits.floor_of(self._state.dtype) * self._state.shape[-1] * most
-        self._min_denominator = max(limits.MIN_READ_DENOMINATOR[self._state.itemsize], floor)
+        z = self._state[..., -1, :] + self._buffered[..., : self._count, :].sum(axis=-2)
+        self._min_denominator = _clip(self._token, z, self._length)
         self._reads_unshifted = True
+        self._next_look = min(2 * self._next_look or 1, MAX_BUFFERED_TOKENS)
 
     @property
     def state(self) -> State:
@@ -230,7 +257,8 @@ class Stepper:
         twin._buffered[..., :count, :] = self._buffered[..., :count, :]
         twin._values[..., :count, :] = self._values[..., :count, :]
         twin._count, twin._min_denominator = count, self._min_denominator
-        twin._reads_unshifted = self._reads_unshifted
+        twin._reads_unshifted, twin._next_look = self._reads_unshifted, self._next_look
+        twin._token.clips = self._token.clips
         return twin
 
     def _flush(self) -> None:
@@ -239,7 +267,7 @@ class Stepper:
             values = self._values[..., : self._count, :]
             self._state += np.swapaxes(values, -1, -2) @ self._buffered[..., : self._count, :]
             self._count = 0
-            self._allow_unshifted()
+            self._look()
 
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | Declined:
         """Return the output of a token, or decline and leave the state unchanged."""
@@ -247,17 +275,17 @@ class Stepper:
         out: Floats | Declined = limits.UNDERFLOWED
         try:
             with np.errstate(all="ignore"):
+                if self._count == self._next_look:
+                    self._flush() if self._count == MAX_BUFFERED_TOKENS else self._look()
                 weights = token.load(query, key)
                 if isinstance(weights, Declined):
                     # The buffered tokens are on the old scale.
                     self._flush()
                     before = token.log_scale, self._state.copy()
-                    weights, factor = rebase_for(token, query, key)
+                    weights, factor = rebase_for(token, query, key, self._state[..., -1, :])
                     if isinstance(weights, Declined):
                         return weights
                     self._state *= factor[..., None, :]
-                elif self._count == MAX_BUFFERED_TOKENS:
-                    self._flush()
                 out = self._buffer_and_read(weights, value)
         finally:
             # A step that is declined or interrupted leaves the state unchanged.
@@ -276,19 +304,18 @@ class Stepper:
         slot.value[...] = value
         # The largest log of each query, and its features less that, take longer.
         if self._reads_unshifted:
-            out = self._read(slot, self._token.unshifted_query(), self._min_denominator)
+            out = self._read(slot, self._token.unshifted_query())
             if not isinstance(out, Declined):
                 return out
             self._reads_unshifted = False
-        phi = self._token.stabilized_query()
-        return self._read(slot, phi, limits.MIN_READ_DENOMINATOR[weights.itemsize])
+        return self._read(slot, self._token.stabilized_query())
 
-    def _read(self, slot: _Slot, phi: Floats, min_denominator: float) -> Floats | Declined:
+    def _read(self, slot: _Slot, phi: Floats) -> Floats | Declined:
         """Read the state and the buffered tokens."""
         np.matmul(slot.rows, phi, out=slot.products)
         np.matmul(slot.scores, slot.values, out=self._readout.num_den)
         np.add(self._readout.rows, self._read_of_state, out=self._readout.rows)
-        return self._readout.divided(min_denominator)
+        return self._readout.divided(self._min_denominator)
 
 
 def stepper(problem: Problem, state: State) -> Stepper | Declined:

@@ -24,6 +24,7 @@ MIN_ROW_TERM = {4: -40.0, 8: -350.0}  # of unshifted keys, beside the largest of
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
 MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
+MIN_TOKEN_LOGS = {4: (-43.0, -35.0), 8: (-350.0, -300.0)}  # of a query and a key: normal products
 MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic code decodes
 
 # Log scales: how far apart those may be that share one.

@@ -10,9 +10,9 @@ from math import isfinite
 
 import numpy as np
 
-from linattn.typing import Declined, Exponential, Pointwise
+from linattn.typing import ELU_PLUS_ONE, Declined, Exponential, Pointwise
 from linattn_numpy import limits
-from linattn_numpy.buffers import Floats, buffer
+from linattn_numpy.buffers import Floats
 from linattn_numpy.features import activate, preactivations
 
 __all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
@@ -30,12 +30,23 @@ def _product(tokens: Floats, spec: Exponential, logs: Floats) -> tuple[Floats, F
     return tokens[..., None, :], P, logs[..., None, :]
 
 
+def _least_logs(of_both: Floats) -> Floats:
+    """As many numbers as logs of query and key: comparing with one number would take longer."""
+    least = np.empty_like(of_both)
+    least[0], least[1] = limits.MIN_TOKEN_LOGS[least.itemsize]
+    return least
+
+
 class ExponentialToken:
     """Features of a token by an exponential map.
 
     One product makes the features of query and key. The square of a key is one more coordinate, so
     that the product subtracts it, which costs less than a subtraction from each row.
     """
+
+    may_clip = True
+    clips = False
+    """Whether features are clipped at MIN_TOKEN_LOGS, so that their products are normal numbers."""
 
     def __init__(self, query_spec: Exponential, key_spec: Exponential, log_scale: Floats) -> None:
         self._specs = query_spec, key_spec
@@ -45,8 +56,12 @@ class ExponentialToken:
         self._square = tokens[1, ..., -1]
         self._flat_square = self._square.reshape(-1)
         self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
-        self._query_log, self._key_log = self._logs
-        self._weights = np.empty_like(log_scale)
+        features, least = np.empty_like(self._logs), _least_logs(self._logs)
+        self._query_features: Floats = features[0][..., None]
+        self._weights: Floats = features[1]
+        self._of_query, self._of_key = zip(self._logs, least, features, strict=True)
+        self._of_both = self._logs, least, features
+        self._flat_key_log = self._logs[1].reshape(-1)
         sides = [(tokens, key_spec, self._logs)]
         if query_spec is not key_spec:
             sides = list(zip(tokens, self._specs, self._logs, strict=True))
@@ -60,8 +75,11 @@ class ExponentialToken:
         np.add(self._specs[0].col, log_scale, out=self._offsets[0])
         np.subtract(self._specs[1].col, log_scale, out=self._offsets[1])
 
-    def load(self, query: Floats, key: Floats) -> Floats | Declined:
-        """Load a token and return its key's features, ``(..., m)``, if none is too high or NaN."""
+    def load(self, query: Floats, key: Floats, *, unshifted: bool = True) -> Floats | Declined:
+        """Load a token and return its key's features, ``(..., m)``, if none is too high or NaN.
+
+        ``unshifted``: make those of the query too.
+        """
         self._query[...] = query
         self._key[...] = key
         Q = self._specs[1].Q
@@ -69,11 +87,13 @@ class ExponentialToken:
         np.vecdot(key, curved, out=self._square)
         self._project()
         self._logs += self._offsets
-        weights = np.exp(self._key_log, out=self._weights)
-        if not np.maximum.reduce(self._key_log, axis=None) <= limits.MAX_LOG_LEAD:
+        logs, least, features = self._of_both if unshifted else self._of_key
+        np.exp(np.maximum(logs, least, out=features) if self.clips else logs, out=features)
+        # By argmax, which takes a third of the time of max; NaN is the largest.
+        if not self._flat_key_log[self._flat_key_log.argmax()] <= limits.MAX_LOG_LEAD:
             return TOO_HIGH
         # Where a square is past range all features would be 0.
-        return weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH
+        return self._weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH
 
     def _project(self) -> None:
         for token, P, log in self._products:
@@ -82,30 +102,45 @@ class ExponentialToken:
     def raised_scale(self) -> Floats:
         """Return a log scale on which the token that was loaded is not too high."""
         self._project()
-        return np.asarray(np.maximum(self.log_scale, self._key_log + self._specs[1].col))
+        return np.asarray(np.maximum(self.log_scale, self._logs[1] + self._specs[1].col))
 
     def unshifted_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``: inf or 0 beyond the range."""
-        return np.asarray(np.exp(self._query_log))[..., None]
+        return self._query_features
 
     def stabilized_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``, the largest at 1.
 
         They are NaN where the query's own term may be past range.
         """
-        top = self._query_log.max(axis=-1, keepdims=True)
-        if not top.max() < limits.MAX_QUERY_LOG[top.itemsize]:
+        log, least, features = self._of_query
+        top = np.maximum.reduce(log, axis=-1, keepdims=True)
+        flat = top.reshape(-1)
+        if not flat[flat.argmax()] < limits.MAX_QUERY_LOG[top.itemsize]:
             top *= np.nan
-        return np.asarray(np.exp(self._query_log - top))[..., None]
+        log = np.subtract(log, top, out=features)
+        np.exp(np.maximum(log, least, out=features) if self.clips else log, out=features)
+        return self._query_features
 
 
 class PointwiseToken:
     """Features of a token by a pointwise map, which are on the log scale 0."""
 
-    _query: Floats
+    clips = False
+    """As of `ExponentialToken`."""
 
     def __init__(self, query_spec: Pointwise, key_spec: Pointwise, log_scale: Floats) -> None:
-        self._specs = query_spec, key_spec
+        self.may_clip = query_spec.f == key_spec.f == ELU_PLUS_ONE
+        dim = log_scale.shape[-1] if isinstance(key_spec.P, float) else key_spec.P.shape[-2]
+        tokens = np.empty((2, *log_scale.shape[:-1], 1, dim), log_scale.dtype)
+        features = np.empty((2, *log_scale.shape[:-1], 1, log_scale.shape[-1]), log_scale.dtype)
+        self._query, self._key = tokens[..., 0, :]
+        self._query_features: Floats = np.swapaxes(features[0], -1, -2)
+        self._weights: Floats = features[1][..., 0, :]
+        sides = tokens, features, _least_logs(features)
+        self._sides = [(key_spec, *sides)]
+        if query_spec is not key_spec:
+            self._sides = list(zip((query_spec, key_spec), *sides, strict=True))
         self.rebase(log_scale)
 
     def rebase(self, log_scale: Floats) -> None:
@@ -113,10 +148,14 @@ class PointwiseToken:
         self.log_scale = log_scale
         self._is_unscaled = not log_scale.any()
 
-    def load(self, query: Floats, key: Floats) -> Floats | Declined:
+    def load(self, query: Floats, key: Floats, *, unshifted: bool = True) -> Floats | Declined:
         """Load a token and return its key's features, ``(..., m)``, unless on another scale."""
-        self._query = query
-        return _activated(self._specs[1], key) if self._is_unscaled else TOO_HIGH
+        self._query[...] = query
+        self._key[...] = key
+        for spec, tokens, features, least in self._sides:
+            u = preactivations(spec, tokens, "token")
+            activate(spec, np.maximum(u, least) if self.clips else u, features)
+        return self._weights if self._is_unscaled else TOO_HIGH
 
     def raised_scale(self) -> Floats:
         """Return the log scale 0."""
@@ -124,24 +163,22 @@ class PointwiseToken:
 
     def unshifted_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``."""
-        return _activated(self._specs[0], self._query)[..., None]
+        return self._query_features
 
     stabilized_query = unshifted_query
 
 
-def _activated(spec: Pointwise, x: Floats) -> Floats:
-    """Features of a token of each head, ``(..., m)``, in a buffer."""
-    u = preactivations(spec, x[..., None, :], "token")
-    return activate(spec, u, buffer("token_features", u.shape, u.dtype))[..., 0, :]
-
-
 def rebase_for(
-    token: ExponentialToken | PointwiseToken, query: Floats, key: Floats
+    token: ExponentialToken | PointwiseToken, query: Floats, key: Floats, z: Floats
 ) -> tuple[Floats | Declined, Floats]:
     """Raise the log scale for a token that was too high and load it again.
 
-    Returns its key's features and factors ``(..., m)`` that put a state on the new scale.
+    Returns its key's features and factors ``(..., m)`` that put a state, with the sums ``z`` of
+    its features, on the new scale. They are 0 for what is negligible beside the key's, 1.
     """
     before = token.log_scale
     token.rebase(token.raised_scale())
-    return token.load(query, key), np.exp(before - token.log_scale)
+    log = before - token.log_scale
+    factor = np.exp(log)
+    factor[(log < -limits.MAX_LOG_LEAD) & (z * factor < limits.DECAYED[z.itemsize])] = 0
+    return token.load(query, key), factor

@@ -8,26 +8,31 @@ slowly. Each head has its own unit if heads share no array. Only NumPy arrays ge
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn._generic.numerics import ignore_fp_warnings
-from linattn.typing import Array, Problem, Recurrence
+from linattn.typing import Array, Declined, Problem, Recurrence
 
 __all__ = [
+    "TokenUnit",
     "in_units",
     "is_moderate",
     "numerators_times",
     "recurrence_in_units",
     "times_power",
     "token_times",
+    "token_unit",
     "unit_log",
     "value_log",
 ]
 
 SMALL = 2.0**-20
 """An array whose largest absolute number is at least this needs no unit."""
+
+LARGE = 2.0**60
+"""Largest sum of squares of values in units: sums of them do not overflow."""
 
 
 def is_moderate(value: Array) -> bool:
@@ -127,6 +132,36 @@ def in_units(problem: Problem, log: Any) -> Problem:
     if state is not None:
         state = state._replace(kvz=numerators_times(state.kvz, -log))
     return problem.replace(value=times_power(problem.value, -log), state=state)
+
+
+class TokenUnit(NamedTuple):
+    """Units of a stream, with factors ``(*lead, 1)`` that take a value to its unit and back."""
+
+    log: Array
+    into: Array
+    back: Array
+
+    def step(self, stepper: Any, query: Array, key: Array, value: Array) -> Array | Declined:
+        """Take a step in units; decline a value that is far larger than those before."""
+        with ignore_fp_warnings():
+            value = value * self.into
+            flat = value.reshape(-1)
+            if not flat.dot(flat) <= LARGE:
+                return Declined("a value needs another unit")
+            output = stepper.step(query, key, value)
+            return output if isinstance(output, Declined) else output * self.back
+
+
+def token_unit(problem: Problem) -> TokenUnit | None:
+    """Return the unit of a stream by its first value and the state before it; None for 1."""
+    log = value_log(problem)
+    if not np.any(log):
+        return None
+    # The factors are normal numbers.
+    info = np.finfo(problem.value.dtype)
+    log = np.maximum(log, info.minexp)
+    into, back = (np.ldexp(info.dtype.type(1), x[..., 0]) for x in (-log, log))
+    return TokenUnit(log, into, back)
 
 
 # Recurrences ------------------------------------------------------------------------------------
