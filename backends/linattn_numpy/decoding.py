@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from functools import cache
 from math import exp
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebas
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
 __all__ = ["decode", "stepper"]
+
+Token: TypeAlias = ExponentialToken | PointwiseToken
 
 MOST_OF_BUFFER = MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
 """Most that buffered tokens add to a sum."""
@@ -50,7 +52,7 @@ def _unsupported(problem: Problem, state: State) -> Declined | None:
     return None
 
 
-def _token(problem: Problem, log_scale: Floats) -> ExponentialToken | PointwiseToken:
+def _token(problem: Problem, log_scale: Floats) -> Token:
     specs = problem.query_spec, problem.key_spec
     kind = ExponentialToken if isinstance(specs[0], Exponential) else PointwiseToken
     return kind(*specs, log_scale)
@@ -84,7 +86,7 @@ def _floors(dtype: Any, m: int) -> tuple[float, float, float]:
     return of_key / eps, m * of_query / eps, m * limits.floor_of(dtype)
 
 
-def _clip(token: ExponentialToken | PointwiseToken, z: Floats, length: int) -> float:
+def _clip(token: Token, z: Floats, length: int) -> float:
     """Clip features of the next tokens if the sums ``z`` allow it; return the least denominator.
 
     The clipped weights of ``length`` keys and a full buffer must be negligible beside each sum. A
@@ -128,14 +130,8 @@ class _OuterProduct:
         return np.asarray(after)
 
 
-class _Workspace(NamedTuple):
-    """The arrays that :func:`decode` needs for a token, beside the state."""
-
-    kind: tuple[Any, ...]
-    token: ExponentialToken | PointwiseToken
-    outer: _OuterProduct
-    readout: _Readout
-
+_Workspace: TypeAlias = tuple[tuple[Any, ...], Token, _OuterProduct, _Readout]
+"""Kind of a step, and the arrays that :func:`decode` needs for it beside the state."""
 
 _cache = threading.local()
 """The workspace of the last token of :func:`decode` on this thread."""
@@ -146,11 +142,11 @@ def _workspace(problem: Problem, state: State) -> _Workspace:
     shape, dtype = state.kvz.shape, state.kvz.dtype
     kind = (problem.query_spec, problem.key_spec, shape, dtype)
     cached: _Workspace | None = getattr(_cache, "workspace", None)
-    if cached is not None and cached.kind == kind:
-        cached.token.rebase(state.log_scale)
+    if cached is not None and cached[0] == kind:
+        cached[1].rebase(state.log_scale)
         return cached
     token, readout = _token(problem, state.log_scale), _Readout(shape[:-2], shape[-1], dtype)
-    made = _Workspace(kind, token, _OuterProduct(shape, dtype), readout)
+    made = kind, token, _OuterProduct(shape, dtype), readout
     if state.log_scale.size <= MAX_CACHED_TOKEN_ELEMENTS:
         _cache.workspace = made
     return made
@@ -253,12 +249,10 @@ class Stepper:
         """Return a stepper at the same token, with the same buffered tokens and the same bits."""
         kvz, log_scale = np.swapaxes(self._state, -1, -2), self._token.log_scale
         twin = Stepper(self._problem, State(kvz, log_scale, self._length))
-        count = self._count
-        twin._buffered[..., :count, :] = self._buffered[..., :count, :]
-        twin._values[..., :count, :] = self._values[..., :count, :]
-        twin._count, twin._min_denominator = count, self._min_denominator
-        twin._reads_unshifted, twin._next_look = self._reads_unshifted, self._next_look
+        twin._buffered[...], twin._values[...] = self._buffered, self._values
         twin._token.clips = self._token.clips
+        for name in ("_count", "_next_look", "_min_denominator", "_reads_unshifted"):
+            setattr(twin, name, getattr(self, name))
         return twin
 
     def _flush(self) -> None:
@@ -304,7 +298,7 @@ class Stepper:
         slot.value[...] = value
         # The largest log of each query, and its features less that, take longer.
         if self._reads_unshifted:
-            out = self._read(slot, self._token.unshifted_query())
+            out = self._read(slot, self._token.query_features)
             if not isinstance(out, Declined):
                 return out
             self._reads_unshifted = False

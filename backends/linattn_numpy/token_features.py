@@ -57,7 +57,8 @@ class ExponentialToken:
         self._flat_square = self._square.reshape(-1)
         self._logs = np.empty((2, *log_scale.shape), log_scale.dtype)
         features, least = np.empty_like(self._logs), _least_logs(self._logs)
-        self._query_features: Floats = features[0][..., None]
+        self.query_features: Floats = features[0][..., None]
+        """``(..., m, 1)``, unshifted: inf or 0 beyond the range."""
         self._weights: Floats = features[1]
         self._of_query, self._of_key = zip(self._logs, least, features, strict=True)
         self._of_both = self._logs, least, features
@@ -104,10 +105,6 @@ class ExponentialToken:
         self._project()
         return np.asarray(np.maximum(self.log_scale, self._logs[1] + self._specs[1].col))
 
-    def unshifted_query(self) -> Floats:
-        """Features of the query, ``(..., m, 1)``: inf or 0 beyond the range."""
-        return self._query_features
-
     def stabilized_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``, the largest at 1.
 
@@ -120,13 +117,13 @@ class ExponentialToken:
             top *= np.nan
         log = np.subtract(log, top, out=features)
         np.exp(np.maximum(log, least, out=features) if self.clips else log, out=features)
-        return self._query_features
+        return self.query_features
 
 
 class PointwiseToken:
     """Features of a token by a pointwise map, which are on the log scale 0."""
 
-    clips = False
+    clips: bool
     """As of `ExponentialToken`."""
 
     def __init__(self, query_spec: Pointwise, key_spec: Pointwise, log_scale: Floats) -> None:
@@ -135,7 +132,7 @@ class PointwiseToken:
         tokens = np.empty((2, *log_scale.shape[:-1], 1, dim), log_scale.dtype)
         features = np.empty((2, *log_scale.shape[:-1], 1, log_scale.shape[-1]), log_scale.dtype)
         self._query, self._key = tokens[..., 0, :]
-        self._query_features: Floats = np.swapaxes(features[0], -1, -2)
+        self.query_features: Floats = np.swapaxes(features[0], -1, -2)
         self._weights: Floats = features[1][..., 0, :]
         sides = tokens, features, _least_logs(features)
         self._sides = [(key_spec, *sides)]
@@ -145,7 +142,8 @@ class PointwiseToken:
 
     def rebase(self, log_scale: Floats) -> None:
         """Say on which log scale a state is."""
-        self.log_scale = log_scale
+        # Sums may be smaller on another scale.
+        self.log_scale, self.clips = log_scale, False
         self._is_unscaled = not log_scale.any()
 
     def load(self, query: Floats, key: Floats, *, unshifted: bool = True) -> Floats | Declined:
@@ -161,11 +159,9 @@ class PointwiseToken:
         """Return the log scale 0."""
         return np.zeros_like(self.log_scale)
 
-    def unshifted_query(self) -> Floats:
+    def stabilized_query(self) -> Floats:
         """Features of the query, ``(..., m, 1)``."""
-        return self._query_features
-
-    stabilized_query = unshifted_query
+        return self.query_features
 
 
 def rebase_for(
