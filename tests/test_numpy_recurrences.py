@@ -95,6 +95,19 @@ def test_decays_of_any_strength(kind, dtype, strength):
 
 
 @dtypes
+@pytest.mark.parametrize("kind", ["gated-channels", "gated_delta-channels"])
+def test_small_queries_keep_their_digits_where_decays_are_strong(kind, dtype):
+    """Decayed numbers are rounded, in units of their own token."""
+    arguments, rule = problem(kind, dtype=dtype)
+    arguments["log_decay"] *= 200
+    sizes = (10.0 ** np.random.default_rng(1).uniform(-25, 25, (3, 150, 1))).astype(dtype)
+    arguments["query"] *= sizes
+    got = linattn.linear_recurrence(**arguments, update_rule=rule)
+    want = recurrence(**arguments, update_rule=rule)[0] / sizes
+    np.testing.assert_allclose(got / sizes, want, rtol=0, atol=RTOL[dtype] * np.abs(want).max())
+
+
+@dtypes
 def test_weak_decays_keep_their_digits_beside_the_limit(dtype, monkeypatch):
     """As strong as the factors of a chunk may be."""
     arguments, rule = problem("gated_delta", length=64, dtype=dtype)

@@ -171,20 +171,13 @@ def drawn(rng) -> Any:
     return scale, size, grad, 10.0 ** rng.uniform(-2, 0), str(rng.choice(DTYPES))
 
 
-NOT_YET = ("channel",)
-"""Parts of the names of calls of which NumPy's own code has slow products still.
-
-Gradients of gated delta rules have some in generic code too, few and with strong decays.
-"""
-
 cases = pytest.mark.parametrize(
     ("name", "backends"),
     [
         pytest.param(name, backends, id=f"{name}-{'numpy' if backends else 'generic'}")
         for name in CALLS
         for backends in (False, True)
-        if not (backends and any(part in name for part in NOT_YET))
-        and not ("gated_delta" in name and "gradient" in name)
+        if not ("gated_delta" in name and "gradient" in name)  # few, with strong decays
     ],
 )
 

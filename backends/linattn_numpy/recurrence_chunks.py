@@ -11,6 +11,7 @@ of a log decay: 1, or one for each of the ``d`` key channels.
 from __future__ import annotations
 
 from functools import cache
+from math import log
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,28 +143,37 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
     """Multiply right halves with left halves, in runs of 2, 4, 8, ... tokens.
 
     The factors are decays to the middle of a run. As runs join, the decays of queries are extended
-    to the start of the run, and the decays of keys to its end.
+    to the start of the run, and the decays of keys to its end. Decayed numbers are rounded to
+    multiples of a small share of their token's largest, if there are smaller ones.
     """
     query, key, _, _, beta = chunks
-    c, d = key.shape[-2:]
+    (c, d), least = key.shape[-2:], limits.FADED[key.itemsize]
     total = np.exp(log_decay, out=buffer("totals", key.shape, key.dtype))
     reads = buffer("reads", (*query.shape[:-1], d + c), key.dtype)
-    rows, scores = reads[..., :d], reads[..., d:]
+    rows, scores = buffer("rows before", query.shape, key.dtype), reads[..., d:]
     np.multiply(query, key.dtype.type(scale), out=rows)
     scores.fill(0)
     np.einsum("...id,...id->...i", rows, key[:, None], out=np.einsum("...ii->...i", scores))
-    rows *= total[:, None]
     after = buffer("keys after", key.shape, key.dtype)
     after[...] = key
+    faint: list[tuple[Floats, Floats, int]] = []
+    if np.matmul(np.ones((1, c), key.dtype), log_decay).min() < log(least):
+        faint = [(rows, _steps(rows), 1), (after, _steps(key), 0)]
+    rows *= total[:, None]
     before, pairs = key, None
     if beta is not None:
         before = np.multiply(key, total, out=buffer("keys before", key.shape, key.dtype))
+        faint += [(before, step, 1) for _, step, side in faint if side == 0]
         # Entries above the diagonal are multiplied by 0 later, which would keep a NaN.
         pairs = buffer("pairs", (*key.shape[:-1], c), key.dtype)
         pairs.fill(0)
     n = 1
     while n < c:
         left, right = _halves(total, 1)
+        total = (left * right)[..., 0, :]
+        if faint and total.min() < least:
+            for x, step, side in faint:
+                _round(_halves(x, n)[side], _halves(step, n)[side])
         earlier, later = transposed(_halves(after, n)[0]), _halves(rows, n)[1]
         np.matmul(later, earlier[:, None], out=_below(scores, n))
         later *= left[:, None]
@@ -172,11 +182,32 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
             np.matmul(later, earlier, out=_below(pairs, n))
             later *= left
         earlier *= transposed(right)
-        total = (left * right)[..., 0, :]
         n *= 2
+    for x, step, _ in faint:
+        _round(x, step)
+    reads[..., :d] = rows
     if pairs is not None and beta is not None:
         pairs *= -beta
     return Inside(reads, before, after, pairs, total=transposed(total))
+
+
+SHARE = {4: 2.0**-50, 8: 2.0**-450}
+"""Smallest decayed number of a token beside its largest one, if it is not 0."""
+
+
+def _steps(tokens: Floats) -> Floats:
+    """Return the steps that round numbers to multiples of the smallest ones of their token."""
+    size = np.sqrt(np.vecdot(tokens, tokens))[..., None]
+    step = 1.5 * SHARE[tokens.itemsize] / float(np.finfo(tokens.dtype).eps)
+    size = np.where(size < np.inf, size * tokens.dtype.type(step), 0)
+    # Whole arrays are added in half the time.
+    return np.broadcast_to(size, tokens.shape).copy()
+
+
+def _round(x: Floats, step: Floats) -> None:
+    """Round in place, as `limits.rounded` does."""
+    x += step
+    x -= step
 
 
 def _halves(tokens: Floats, n: int) -> tuple[Floats, Floats]:
