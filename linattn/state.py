@@ -489,9 +489,10 @@ class Decoder:
 
     def _may_need_units(self, value: Array) -> bool:
         """Look at a value of the stream again; rarely: after 1, 2, 4, 8, ... tokens."""
+        if self._stepper is None or self._unit is not None:
+            return False
         length = self._state.length + self._stepped
-        is_rare = self._stepper is not None and self._unit is None and not length & (length - 1)
-        return is_rare and not units.is_moderate(value)
+        return not length & (length - 1) and not units.is_moderate(value)
 
     def _by_driver(self, problem: Problem) -> Array:
         """Take a step without a backend's stepper."""

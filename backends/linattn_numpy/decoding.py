@@ -9,7 +9,6 @@ before the token.
 from __future__ import annotations
 
 import threading
-from functools import cache
 from math import exp
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +27,13 @@ Token: TypeAlias = ExponentialToken | PointwiseToken
 
 MOST_OF_BUFFER = MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)
 """Most that buffered tokens add to a sum."""
+
+
+FLOORS = {
+    size: [2 * exp(log) / float(np.finfo(f"f{size}").eps) for log in logs]
+    for size, logs in limits.MIN_TOKEN_LOGS.items()
+}
+"""Least sums beside which a clipped feature is nothing, of a query and of a key."""
 
 
 def _unsupported(problem: Problem, state: State) -> Declined | None:
@@ -78,27 +84,19 @@ class _Readout:
         return limits.UNDERFLOWED
 
 
-@cache
-def _floors(dtype: Any, m: int) -> tuple[float, float, float]:
-    """Return the least sums beside a clipped key, beside clipped queries, and beside ``tiny``."""
-    of_query, of_key = (2 * exp(log) for log in limits.MIN_TOKEN_LOGS[dtype.itemsize])
-    eps = float(np.finfo(dtype).eps)
-    return of_key / eps, m * of_query / eps, m * limits.floor_of(dtype)
-
-
 def _clip(token: Token, z: Floats, length: int) -> float:
     """Clip features of the next tokens if the sums ``z`` allow it; return the least denominator.
 
     The clipped weights of ``length`` keys and a full buffer must be negligible beside each sum. A
     query's features may be wrong by a clipped one, or by ``tiny``, for each unit of all sums.
     """
-    of_key, of_query, of_tiny = _floors(z.dtype, z.shape[-1])
-    flat = z.reshape(-1)
+    flat, (of_query, of_key) = z.reshape(-1), FLOORS[z.itemsize]
     least, most = float(flat[flat.argmin()]), float(flat[flat.argmax()]) + MOST_OF_BUFFER
+    most *= z.shape[-1]
     # Beside such sums the denominator of a max-stabilized read is large enough.
     is_large = least >= of_query * most and least >= of_key * (length + MAX_BUFFERED_TOKENS)
     token.clips = token.may_clip and is_large
-    floor = of_query if token.clips else of_tiny
+    floor = of_query if token.clips else limits.floor_of(z.dtype)
     return max(limits.MIN_READ_DENOMINATOR[z.itemsize], floor * most)
 
 
