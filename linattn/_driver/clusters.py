@@ -41,10 +41,9 @@ class ExactClusters:
 
     problem: Problem
     functions: BlockFunctions
-    bias: Array
-    """``(..., m)``: added to a query's log features before it chooses clusters."""
-    heads: dict[tuple[int, ...], Clusters]
-    of_key: NDArray[np.intp]
+    assigned: AssignedKeys
+    heads: NDArray[Any]
+    """Clusters of each head, with the leading axes of the state."""
 
     def are_chosen(
         self, chosen: NDArray[np.bool_], first: int, rows: slice, key: NDArray[np.intp]
@@ -54,10 +53,10 @@ class ExactClusters:
         ``chosen``: the choices of the queries from number ``first`` on.
         """
         chosen = chosen[..., rows.start - first : rows.stop - first, :]
-        inside = np.clip(key, 0, max(self.of_key.shape[-1] - 1, 0))
-        cluster = np.minimum(self.of_key[..., inside, None], chosen.shape[-1] - 1)
-        lead = np.broadcast_shapes(chosen.shape[:-2], cluster.shape[:-2])
-        chosen, cluster = (np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (chosen, cluster))
+        of_key = self.assigned.of_key
+        inside = np.clip(key, 0, max(of_key.shape[-1] - 1, 0))
+        cluster = np.minimum(of_key[..., inside, None], chosen.shape[-1] - 1)
+        cluster = cluster[(None,) * (chosen.ndim - cluster.ndim)]
         return np.take_along_axis(chosen, cluster, axis=-1)
 
     def choose(
@@ -70,16 +69,15 @@ class ExactClusters:
 
     def _diagonal(self, query: Tokens) -> tuple[NDArray[np.intp], NDArray[Any]] | None:
         """Return the cluster of each query's own key, and its log weight, if they raise scores."""
-        problem, spec = self.problem, self.problem.exact.spec
-        if problem.exact.assigned is None or not problem.exact.assigned.diagonal:
+        problem, (of_key, *_, diagonal) = self.problem, self.assigned
+        if not diagonal:
             return None
+        rows, m = slice(query.start, query.start + query.x.shape[-2]), problem.num_features
+        key, spec = raw_tokens(problem, "key", rows, 0).x, problem.exact.spec
         assert spec is not None
-        rows = slice(query.start, query.start + query.x.shape[-2])
-        key = raw_tokens(problem, "key", rows, 0).x
         log = _arrays.to_numpy(problem.xp.sum(query.x * key, axis=-1, keepdims=True) * spec.scale)
-        cluster, m = self.of_key[..., rows], problem.num_features
-        log = np.where(cluster[..., None] < m, log, -np.inf)
-        return np.minimum(cluster, m - 1), log
+        log = np.where(of_key[..., rows, None] < m, log, -np.inf)
+        return np.minimum(of_key[..., rows], m - 1), log
 
     def add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
         """Add the keys of the chosen clusters, ``(..., n, m)``, to the rest."""
@@ -91,12 +89,13 @@ class ExactClusters:
             for a in (query.x, part.num_den, part.log)
         )
         chosen = np.broadcast_to(chosen, (*problem.lead, *chosen.shape[-2:]))
+        clusters = np.broadcast_to(self.heads, problem.lead)
         parts = [
             self._clusters_block(head)(
                 problem.exact.spec,
                 Tokens(x[(*head, ...)], None, query.start),
                 chosen[head],
-                self.heads[_of_state(problem, head)],
+                clusters[head],
                 problem.exact.window,
                 Partial(num_den[(*head, ...)], log[(*head, ...)]),
             )
@@ -139,7 +138,7 @@ class ChosenKeys(NamedTuple):
     ) -> Partial:
         """Add both to the sums ``so_far`` of the near keys."""
         assert so_far is not None
-        bias = self.clusters.bias[..., None, :]
+        bias = self.clusters.assigned.bias[..., None, :]
         for states, log in self.reads:
             # A query chooses by its features and the clusters alone: the same in every state.
             chosen, rest = self.clusters.choose(problem, query, states, bias)
@@ -151,13 +150,6 @@ class ChosenKeys(NamedTuple):
         part = self.clusters.add(self.query, chosen, flat_rows(so_far, n))
         total, size = query.x.shape[-3:-1]
         return Partial(*(split(pad(x, total * size), size) for x in part[:2]))
-
-
-def _of_state(problem: Problem, head: tuple[int, ...]) -> Any:
-    """Index of a head in arrays with the leading axes of the state."""
-    lead = problem.state_lead
-    shown = head[len(head) - len(lead) :]
-    return tuple(0 if size == 1 else i for size, i in zip(lead, shown, strict=True))
 
 
 class AssignedKeys(NamedTuple):
@@ -193,47 +185,38 @@ def sort_keys(
 
     O(S m (d + e)) time, O(S (d + e)) memory.
     """
-    whole = slice(0, problem.key.shape[-2])
-    key, assigned = raw_tokens(problem, "key", whole, 0), problem.exact.assigned
+    assigned = problem.exact.assigned
     if assigned is None:
-        assigned = _assign_keys(problem, key.log_weight, state, block_size, functions)
-    clusters = _clusters(problem, key, values_and_one_block(problem, whole), assigned.of_key)
-    found = ExactClusters(problem, functions, assigned.bias, clusters, assigned.of_key)
-    return found, assigned.state
+        assigned = _assign_keys(problem, state, block_size, functions)
+    heads = _clusters(problem, assigned.of_key)
+    return ExactClusters(problem, functions, assigned, heads), assigned.state
 
 
 def _assign_keys(
-    problem: Problem,
-    log_weight: Array | None,
-    state: State,
-    block_size: int,
-    functions: BlockFunctions,
+    problem: Problem, state: State, block_size: int, functions: BlockFunctions
 ) -> AssignedKeys:
-    if problem.weights.key_bias is not None:
-        # A bias changes no choice, unless it masks a key.
-        alike = problem.replace(weights=problem.weights._replace(key_bias=None))
-        assigned = _assign_keys(alike, log_weight, state, block_size, functions)
-        for rows in block_slices(problem.key.shape[-2], block_size):
-            tokens = token_block(problem, "key", rows, 0)
-            state = add_block(problem, rows, tokens, state, functions)
-        return assigned._replace(state=state)
     lead, m, device = problem.state_lead, problem.num_features, array_api_compat.device(problem.key)
-    indices, distances = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))]
+    # A bias of keys changes no choice, unless it masks a key.
+    alike = problem.replace(weights=problem.weights._replace(key_bias=None))
+    indices, distances, unbiased = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))], state
     for rows in block_slices(problem.key.shape[-2], block_size):
-        tokens = in_map_coordinates(problem, "key", raw_tokens(problem, "key", rows, 0))
-        values_and_one = values_and_one_block(problem, rows)
-        state, index, distance = functions.assign_block(
-            problem.key_spec, tokens, values_and_one, state
+        tokens, values = token_block(alike, "key", rows, 0), values_and_one_block(problem, rows)
+        if problem.weights.key_bias is not None:
+            state = add_block(problem, rows, token_block(problem, "key", rows, 0), state, functions)
+        unbiased, index, distance = functions.assign_block(
+            problem.key_spec, tokens, values, unbiased
         )
+        if tokens.log_weight is not None:
+            # Masked keys are in no cluster.
+            masked = _arrays.to_numpy(tokens.log_weight)[..., 0] == -np.inf
+            index = np.where(masked, m, index)
         indices.append(np.broadcast_to(index, (*lead, index.shape[-1])))
         distances.append(np.broadcast_to(distance, (*lead, distance.shape[-1])))
     index = np.concatenate(indices, axis=-1)
-    if log_weight is not None:
-        # Masked keys are in no cluster.
-        index = np.where(_arrays.to_numpy(log_weight)[..., 0] == -np.inf, m, index)
-    log_sums = _arrays.to_numpy(problem.xp.log(state.kvz[..., -1]) + state.log_scale)
+    log_sums = _arrays.to_numpy(problem.xp.log(unbiased.kvz[..., -1]) + unbiased.log_scale)
     bias = _bias(index, np.concatenate(distances, axis=-1), np.broadcast_to(log_sums, (*lead, m)))
-    return AssignedKeys(index, _arrays.device_array(bias, problem.xp, problem.dtype, device), state)
+    bias = _arrays.device_array(bias, problem.xp, problem.dtype, device)
+    return AssignedKeys(index, bias, unbiased if problem.weights.key_bias is None else state)
 
 
 def _bias(
@@ -254,28 +237,24 @@ def _bias(
     return bias
 
 
-def _clusters(
-    problem: Problem, key: Tokens, values_and_one: Array, index: NDArray[np.intp]
-) -> dict[tuple[int, ...], Clusters]:
+def _clusters(problem: Problem, index: NDArray[np.intp]) -> NDArray[Any]:
     """Sort the keys of each head."""
     xp, lead, m = problem.xp, problem.state_lead, problem.num_features
-    device = array_api_compat.device(problem.key)
+    device, whole = array_api_compat.device(problem.key), slice(0, problem.key.shape[-2])
+    key, values_and_one = raw_tokens(problem, "key", whole, 0), values_and_one_block(problem, whole)
     weight = None if problem.weights.key_bias is None else key.log_weight
-    x, weight, values = (
+    arrays = [
         None if a is None else xp.broadcast_to(a, (*lead, *a.shape[-2:]))
         for a in (key.x, weight, values_and_one)
-    )
-    found = {}
+    ]
+    found = np.empty(lead, dtype=object)
     for head in np.ndindex(lead):
         order = np.argsort(index[head], kind="stable")
-        bounds = np.searchsorted(index[head][order], np.arange(m + 1))
+        bounds = np.searchsorted(index[head], np.arange(m + 1), sorter=order)
         order = order[: bounds[-1]]
-        where, (x_of, weight_of, values_of) = (
-            xp.asarray(order, device=device),
-            (None if a is None else a[(*head, ...)] for a in (x, weight, values)),
+        where = xp.asarray(order, device=device)
+        x, log, values = (
+            None if a is None else xp.take(a[(*head, ...)], where, axis=0) for a in arrays
         )
-        x_of, weight_of, values_of = (
-            None if a is None else xp.take(a, where, axis=0) for a in (x_of, weight_of, values_of)
-        )
-        found[head] = Clusters(Tokens(x_of, weight_of, 0), values_of, bounds, order)
+        found[head] = Clusters(Tokens(x, log, 0), values, bounds, order)
     return found

@@ -340,7 +340,7 @@ def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[Sta
     clusters, state = sort_keys(problem, initial_state(problem), walk.block_size, walk.functions)
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
         query = raw_tokens(problem, "query", rows, 0)
-        chosen, rest = clusters.choose(problem, query, state, clusters.bias)
+        chosen, rest = clusters.choose(problem, query, state, clusters.assigned.bias)
         part = clusters.add(query, chosen, rest)
         if exchange is not None:
             part = exchange(rows, part, partial(clusters.are_chosen, chosen, rows.start))

@@ -71,15 +71,9 @@ def choose_block(
     xp = namespace(features.log)
     scores = to_numpy(features.log + bias[..., None, :])
     if diagonal is not None:
-        column, least = (
-            diagonal[0][..., None],
-            (diagonal[1] - to_numpy(log_row)).astype(scores.dtype),
-        )
-        lead = np.broadcast_shapes(scores.shape[:-2], column.shape[:-2], least.shape[:-2])
-        scores = np.broadcast_to(scores, (*lead, *scores.shape[-2:])).copy()
-        column = np.broadcast_to(column, (*lead, *column.shape[-2:]))
-        raised = np.maximum(np.take_along_axis(scores, column, axis=-1), least)
-        np.put_along_axis(scores, column, raised, axis=-1)
+        own = diagonal[0][..., None] == np.arange(scores.shape[-1])
+        least = (diagonal[1] - to_numpy(log_row)).astype(scores.dtype)
+        scores = np.where(own, np.maximum(scores, least), scores)
     last = scores.shape[-1] - count
     chosen = scores >= np.partition(scores, last, axis=-1)[..., last, None]
     masked = xp.asarray(chosen, device=array_api_compat.device(features.log))

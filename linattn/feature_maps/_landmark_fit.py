@@ -21,7 +21,6 @@ from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.pairs import Pairs, biased_keys, biased_queries, join
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
-from linattn.feature_maps._clusters import centroids
 from linattn.typing import Array, Tokens, Weights
 from linattn.typing._shifts import constant
 
@@ -30,6 +29,7 @@ __all__ = [
     "Inputs",
     "draw_heads",
     "is_concrete",
+    "key_weights",
     "log_normalizers",
     "log_sum",
     "probe_normalizers",
@@ -100,12 +100,12 @@ def strata(n: int, noise: Floats) -> NDArray[np.intp]:
 
 def draw_heads(
     given: Inputs, key_strata: Floats, query_strata: Floats
-) -> tuple[tuple[int, ...], list[Head]]:
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], Head]]:
     """Leading axes of queries and keys, and samples of each head: a token from each stratum.
 
     Strata are of the tokens that a head sees. O(C d) memory beyond what a mask needs.
     """
-    lead, heads = np.broadcast_shapes(given.query.shape[:-2], given.key.shape[:-2]), []
+    lead, heads = np.broadcast_shapes(given.query.shape[:-2], given.key.shape[:-2]), {}
     wide = [
         None if x is None else given.xp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in given[3:]
     ]
@@ -119,7 +119,7 @@ def draw_heads(
         log = np.full(len(y), 0.0 if len(of_keys) else -np.inf, y.dtype)
         if bias is not None and len(of_keys):
             log = _take(given, bias, of_keys)[:, 0]
-        heads.append(Head(x, y, log))
+        heads[head] = Head(x, y, log)
     return lead, heads
 
 
@@ -173,39 +173,22 @@ def query_metric(query: NDArray[Any]) -> Floats:
     return np.asarray(covariance / (np.trace(covariance) / d or 1.0) + 1e-6 * np.eye(d))
 
 
-def landmarks_of(
-    head: Head,
-    probes: Floats,
-    lognorm: Floats,
-    metric: Floats,
-    gumbel: Floats,
-    *,
-    m: int,
-    steps: int,
-) -> Floats:
-    """Landmarks of one head, m or as many as it has keys; ``probes`` are scaled."""
-    key, log_weight = head.key, head.log_weight
-    # In products with the probes, exponents are doubled: squares of the attention to each key.
+def key_weights(
+    probes: Floats, lognorm: Floats, key: NDArray[Any], log_weight: NDArray[Any]
+) -> NDArray[Any]:
+    """Sum of the squared attention of scaled probes to each key, ``(C,)``."""
     A = (2 * probes).astype(key.dtype) @ key.T
     A -= (2 * lognorm[:, None] - 2 * log_weight.astype(np.float64)).astype(key.dtype)
-    weights = np.exp(A, out=A).sum(axis=0)
-    return centroids(key[log_weight > -np.inf], weights, metric, gumbel, m, steps=steps)
+    return np.asarray(np.exp(A, out=A).sum(axis=0))
 
 
-def log_normalizers(
-    probes: Floats,
-    key: Array,
-    mask: Array | None,
-    dtype: Any,
-    xp: ModuleType,
-    key_bias: Array | None = None,
-) -> Floats:
+def log_normalizers(probes: Floats, key: Array, dtype: Any, weights: Weights) -> Floats:
     """``log sum_j exp(probe.k_j + bias_j)`` over visible keys, ``(..., p)``; -inf if there is none.
 
     Softmax attention without values. O(S p d) time, memory that does not grow with S.
     """
     problem = exact_problem(key, key, key, scale=1.0, is_causal=False, key_mask=None)
-    problem = problem.replace(dtype=dtype, weights=Weights(mask, key_bias))
+    problem, xp = problem.replace(dtype=dtype, weights=weights), problem.xp
     x = _arrays.device_array(probes, xp, dtype, array_api_compat.device(key))
     spec, rows = biased_queries(problem, problem.query_spec, Tokens(x, None, 0))
     lead = np.broadcast_shapes(probes.shape[:-2], problem.state_lead)
@@ -253,9 +236,8 @@ def take_inputs(
 
 def probe_normalizers(given: Inputs, probes: Floats, used: NDArray[np.bool_]) -> Floats:
     """Log normalizers of probes over all keys; inf where a head has no such probe."""
-    lognorm = log_normalizers(
-        given.scale * probes, given.key, given.key_mask, given.dtype, given.xp, given.key_bias
-    )
+    weights = Weights(given.key_mask, given.key_bias)
+    lognorm = log_normalizers(given.scale * probes, given.key, given.dtype, weights)
     _check_finite((lognorm < np.inf).all())
     # A head that sees no key: its landmarks are all unused, and any normalizer will do.
     return np.where(used, np.where(lognorm == -np.inf, 0.0, lognorm), np.inf)
@@ -266,4 +248,5 @@ def log_sum(x: Floats, axis: int) -> Floats:
     top = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(top), top, 0.0)
     terms = x - top
-    return np.asarray(np.log(np.sum(np.exp(terms, out=terms), axis=axis, keepdims=True)) + top)
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(np.sum(np.exp(terms, out=terms), axis=axis, keepdims=True)) + top)

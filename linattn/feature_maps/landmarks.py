@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from math import log, sqrt
 from types import ModuleType
 from typing import Any, Self
@@ -12,13 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
-from linattn.feature_maps._clusters import LLOYD_STEPS, power_of_two
+from linattn.feature_maps._clusters import LLOYD_STEPS, centroids, power_of_two
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import (
-    Inputs,
     draw_heads,
     is_concrete,
-    landmarks_of,
+    key_weights,
     log_normalizers,
     log_sum,
     probe_normalizers,
@@ -140,15 +140,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
     unbiased = False
     causal = False
     _made_by = "fit(query, key)"
-    _parameters = (
-        "scale",
-        "corrected",
-        "landmarks",
-        "probes",
-        "log_normalizers",
-        "metric",
-        "used",
-    )
+    _parameters = ("scale", "corrected", "landmarks", "probes", "log_normalizers", "metric", "used")
 
     dim: int
     num_features: int
@@ -158,10 +150,6 @@ class LandmarkFeatures(SoftmaxKernelMap):
     log_normalizers: Floats
     metric: Floats
     used: NDArray[np.bool_]
-    _images: Floats
-    _bias: Floats
-    _log_Phi: Floats
-    _table: Floats
 
     def __init__(
         self,
@@ -187,8 +175,6 @@ class LandmarkFeatures(SoftmaxKernelMap):
             positive=not corrected,
             **arrays,
         )
-        images, bias, log_Phi, table = _tables(self)
-        self._set(_images=images, _bias=bias, _log_Phi=log_Phi, _table=table)
 
     def _repr_parameters(self) -> dict[str, Any]:
         """Show sizes instead of numbers."""
@@ -302,49 +288,28 @@ class LandmarkFeatures(SoftmaxKernelMap):
             )
             raise ValueError(message)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
-        options: Any = {"corrected": corrected, "lloyd_steps": lloyd_steps}
-        fitted = cls._fit(given, m, p, as_generator(rng), **options)
-        fitted._set(_unseeded=rng is None)
-        return fitted
-
-    @classmethod
-    def _fit(
-        cls,
-        given: Inputs,
-        m: int,
-        p: int,
-        generator: np.random.Generator,
-        *,
-        lloyd_steps: int,
-        corrected: bool = False,
-    ) -> Self:
-        """Fit to checked arguments."""
-        size = sample_size(m)
+        size, generator = sample_size(m), as_generator(rng)
         # As many numbers for every length, so that padding changes none of them.
         key_strata, query_strata, query_order = generator.random((3, max(size, p)))
         gumbel = generator.gumbel(size=size)
         given = compute_rows(given, max(size, p), generator)
-
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             lead, heads = draw_heads(given, key_strata[:size], query_strata)
-            chosen = [head.query[strata(len(head.query), query_order[:p])] for head in heads]
+            chosen = [x[strata(len(x), query_order[:p])] for x, *_ in heads.values()]
             probes, counts = stacked(chosen, lead, max(map(len, chosen)))
             lognorm = probe_normalizers(given, probes, counts)
-            metrics = [query_metric(head.query) for head in heads]
-            found = [
-                landmarks_of(*each, gumbel, m=m, steps=lloyd_steps)
-                for each in zip(
-                    heads,
-                    given.scale * probes.reshape(-1, *probes.shape[-2:]),
-                    lognorm.reshape(-1, lognorm.shape[-1]),
-                    metrics,
-                    strict=True,
-                )
-            ]
+            metrics = {head: query_metric(x) for head, (x, *_) in heads.items()}
+            found = []
+            for head, (_, key, log_weight) in heads.items():
+                weights = key_weights(given.scale * probes[head], lognorm[head], key, log_weight)
+                seen = key[log_weight > -np.inf]
+                found.append(centroids(seen, weights, metrics[head], gumbel, m, steps=lloyd_steps))
         landmarks, used = stacked(found, lead, m)
-        metric = np.reshape(metrics, (*lead, *metrics[0].shape))
+        metric = np.reshape([*metrics.values()], (*lead, *probes.shape[-1:] * 2))
         fixed: Any = {"used": used, "scale": given.scale, "corrected": corrected}
-        return cls(landmarks, probes, lognorm, metric, **fixed)
+        fitted = cls(landmarks, probes, lognorm, metric, **fixed)
+        fitted._set(_unseeded=rng is None)
+        return fitted
 
     @staticmethod
     @_arrays.on_array_device
@@ -426,7 +391,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
             lead, heads = draw_heads(given, key_strata, query_strata)
             landmarks = []
-            for query, key, log_weight in heads:
+            for query, key, log_weight in heads.values():
                 drawn = np.resize(query[strata(len(query), query_order[:m])], (m, query.shape[-1]))
                 logits = given.scale * dots(drawn, key) + gumbel[:, : len(key)] + log_weight
                 landmarks.append(root * (drawn + key[np.argmax(logits, axis=-1)]))
@@ -447,21 +412,15 @@ class LandmarkFeatures(SoftmaxKernelMap):
         keys of the other layer or half by 1 and more. Fresh draws of 8,192 Gaussian keys differ by
         about .05.
         """
-        key, bias = problem.key, problem.weights.key_bias
-        if not is_concrete(key) or 0 in key.shape or not (bias is None or is_concrete(bias)):
+        key, weights = problem.key, problem.weights
+        if 0 in key.shape or not all(is_concrete(x) for x in (key, *weights[:2]) if x is not None):
             return
         p = self.probes.shape[-2]
         few = np.linspace(0, p - 1, min(p, NUM_PROBES_CHECKED)).round().astype(np.intp)
-        known = self.log_normalizers[..., few]
+        probes, known = self.scale * self.probes[..., few, :], self.log_normalizers[..., few]
         with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            found = log_normalizers(
-                self.scale * self.probes[..., few, :],
-                constant(key),
-                problem.weights.key_mask,
-                problem.dtype,
-                problem.xp,
-                None if bias is None else constant(bias),
-            )
+            weights = weights.of_keys(constant)
+            found = log_normalizers(probes, constant(key), problem.dtype, weights)
             apart = np.abs(found - known)
         largest = float(np.max(apart, initial=0.0, where=np.isfinite(apart)))
         if largest > MAX_LOG_GAP:
@@ -474,32 +433,52 @@ class LandmarkFeatures(SoftmaxKernelMap):
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Exponential | Corrected:
         """Spec of the query side: ``exp(s q.b_c)``."""
-        P = self.scale * np.swapaxes(self.landmarks, -1, -2)
+        to = partial(_arrays.device_array, xp=xp, dtype=dtype, device=device)
         col = np.where(self.used, 0.0, -np.inf)
-        P, col = (_arrays.device_array(a, xp, dtype, device) for a in (P, col))
-        spec = Exponential(P, 0.0, col)
-        if not self.corrected:
-            return spec
-        half_log, matrix = (
-            _arrays.device_array(a, xp, dtype, device) for a in _correction(self._log_Phi)
-        )
-        return Corrected(spec, half_log, matrix)
+        spec = Exponential(to(self.scale * self.landmarks.mT), 0.0, to(col))
+        return Corrected(spec, *map(to, self._correction())) if self.corrected else spec
 
     def key_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Assigned:
         """Spec of the key side: ``g_j`` at column ``a_j``, and ``A_ij`` after them if corrected."""
-        arrays = (
-            np.swapaxes(self._images, -1, -2),
-            self._bias,
-            self.scale * np.swapaxes(self.probes, -1, -2),
-            -self.log_normalizers,
-            self._table,
-            self.landmarks,
-            self.metric,
-        )
-        P, bias, probes, offset, table, landmarks, metric = (
-            _arrays.device_array(a, xp, dtype, device) for a in arrays
-        )
+        to = partial(_arrays.device_array, xp=xp, dtype=dtype, device=device)
+        log_Phi, half_log = self._log_Phi()
+        table = np.where(np.isfinite(log_Phi), log_Phi - 2 * half_log, 0.0)
+        probes, offset = self.scale * self.probes.mT, -self.log_normalizers
+        P, bias, probes, offset, table = map(to, (*self._scores(), probes, offset, table))
+        landmarks, metric = to(self.landmarks), to(self.metric)
         return Assigned(P, bias, probes, offset, table, self.corrected, landmarks, metric)
+
+    def _scores(self) -> tuple[Floats, Floats]:
+        """P and bias: the nearest landmark in the metric has the largest ``k P + bias``."""
+        b, used = self.landmarks, self.used[..., None]
+        # About the mean landmark, scores are as small as the distances of the landmarks allow.
+        count = np.maximum(np.sum(used, axis=-2, keepdims=True), 1)
+        mean = np.sum(b, axis=-2, keepdims=True, where=used) / count
+        centred = np.where(used, b - mean, 0.0)
+        # The largest score counts, whatever the scores' factor: one with which they are about 1.
+        unit = power_of_two(np.max(np.abs(centred), axis=(-2, -1), keepdims=True))
+        images = (centred / unit) @ self.metric / unit
+        bias = -np.sum(images * (centred / 2 + mean), axis=-1)
+        return images.mT, np.where(self.used, bias, -np.inf)
+
+    def _log_Phi(self) -> tuple[Floats, Floats]:
+        """Log Phi, and the logs of the norms of its columns, 0 for one that is 0."""
+        log = self.scale * dots(self.probes, self.landmarks) - self.log_normalizers[..., None]
+        log = np.where(self.used[..., None, :], log, -np.inf)
+        half = log_sum(2 * log, -2) / 2
+        return log, np.where(np.isfinite(half), half, 0.0)
+
+    def _correction(self) -> tuple[Floats, Floats]:
+        """Log norms of the columns of Phi, and the matrix that takes [N S, Y] to N S_1.
+
+        With ``R = (P^T P + ridge I)^-1`` it is ``[ridge R, R P^T]``, because
+        ``N S_1 = N S + R P^T (Y - P N S)`` and ``I - R P^T P = ridge R``.
+        """
+        log_Phi, half_log = self._log_Phi()
+        P = np.exp(log_Phi - half_log)
+        with _dispatch.limited_threads():
+            R = np.linalg.inv(P.mT @ P + RIDGE * np.eye(P.shape[-1]))
+            return half_log[..., 0, :], np.concatenate([RIDGE * R, R @ P.mT], axis=-1)
 
     def variance(self, x: Array, y: Array) -> Array:
         """Refuse: given its landmarks the map is deterministic, and its error is a bias.
@@ -509,10 +488,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         NotImplementedError
             Always: how the estimate varies with the landmarks is not known.
         """
-        message = (
-            "LandmarkFeatures is deterministic given its landmarks, and biased: the variance of "
-            "its estimate over landmarks is not known, and says nothing of its error"
-        )
+        message = f"{self!r} is biased, and its variance over landmarks is not known"
         raise NotImplementedError(message)
 
 
@@ -524,16 +500,14 @@ def _check_parameters(
     used: ArrayLike | None,
 ) -> dict[str, Any]:
     """Copy the parameters of a map, and check that they fit each other."""
-    b, q, lognorm, M = (
-        np.array(a, dtype=np.float64) for a in (landmarks, probes, log_normalizers, metric)
-    )
+    given = (landmarks, probes, log_normalizers, metric)
+    b, q, lognorm, M = arrays = [np.array(a, dtype=np.float64) for a in given]
+    d = b.shape[-1:]
     fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim >= 1 and 0 not in b.shape + q.shape
-    fits = fits and q.shape[-1] == b.shape[-1] and M.shape[-2:] == b.shape[-1:] * 2
-    if not fits or lognorm.shape[-1] != q.shape[-2]:
+    if not fits or (q.shape[-1:], M.shape[-2:], lognorm.shape[-1]) != (d, d + d, q.shape[-2]):
         message = (
             f"landmarks must have shape (..., m, d), probes (..., p, d), log_normalizers "
-            f"(..., p) and metric (..., d, d), got {b.shape}, {q.shape}, {lognorm.shape} and "
-            f"{M.shape}"
+            f"(..., p) and metric (..., d, d), got {', '.join(str(a.shape) for a in arrays)}"
         )
         raise ValueError(message)
     live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
@@ -543,56 +517,15 @@ def _check_parameters(
             f"{live.dtype} {live.shape}"
         )
         raise ValueError(message)
-    lead = _checks.check_leading_axes(
-        landmarks=b.shape[:-2], probes=q.shape[:-2], log_normalizers=lognorm.shape[:-1]
-    )
-    _checks.check_leading_axes(landmarks=lead, metric=M.shape[:-2])
-    counts = (
-        np.isfinite(lognorm).any(axis=-1).all()
-        and not (np.isnan(lognorm) | (lognorm == -np.inf)).any()
-    )
-    if not (np.isfinite(b).all() and np.isfinite(q).all() and np.isfinite(M).all() and counts):
+    names = ("landmarks", "probes", "log_normalizers", "metric")
+    axes = (2, 2, 1, 2)
+    leads = {name: a.shape[:-n] for name, a, n in zip(names, arrays, axes, strict=True)}
+    _checks.check_leading_axes(**leads)
+    counts = np.isfinite(lognorm).any(axis=-1).all() and (lognorm > -np.inf).all()
+    if not counts or not all(np.isfinite(a).all() for a in (b, q, M)):
         message = (
             "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
             "with a finite one for each head"
         )
         raise ValueError(message)
-    names = ("landmarks", "probes", "log_normalizers", "metric", "used")
-    return dict(zip(names, (b, q, lognorm, M, live), strict=True))
-
-
-def _tables(feature_map: LandmarkFeatures) -> tuple[Floats, Floats, Floats, Floats]:
-    """Scores ``k.images + bias`` of nearness in the metric, log Phi, and ``log Phi - G``."""
-    b, used = feature_map.landmarks, feature_map.used
-    count = np.maximum(np.sum(used, axis=-1), 1)[..., None, None]
-    # About the mean landmark, scores are as small as the distances of the landmarks allow.
-    mean = np.sum(np.where(used[..., None], b, 0.0), axis=-2, keepdims=True) / count
-    centred = np.where(used[..., None], b - mean, 0.0)
-    # The largest score counts, whatever the scores' factor: one with which they are about 1.
-    unit = power_of_two(np.max(np.abs(centred), axis=(-2, -1), keepdims=True))
-    images = (centred / unit) @ feature_map.metric / unit
-    bias = -np.sum(images * (centred / 2 + mean), axis=-1)
-    bias = np.where(used, bias, -np.inf)
-    with _generic.ignore_fp_warnings():
-        log_Phi = feature_map.scale * dots(feature_map.probes, b)
-        log_Phi = log_Phi - feature_map.log_normalizers[..., None]
-        log_Phi = np.where(used[..., None, :], log_Phi, -np.inf)
-        table = log_Phi - log_sum(2 * log_Phi, -2)
-    table = np.where(np.isfinite(table), table, 0.0)
-    return images, bias, log_Phi, table
-
-
-def _correction(log_Phi: Floats) -> tuple[Floats, Floats]:
-    """Log norms of the columns of Phi, and the matrix that takes [N S, Y] to N S_1.
-
-    With ``R = (P^T P + ridge I)^-1`` it is ``[ridge R, R P^T]``, because
-    ``N S_1 = N S + R P^T (Y - P N S)`` and ``I - R P^T P = ridge R``.
-    """
-    with _generic.ignore_fp_warnings():
-        half_log = log_sum(2 * log_Phi, -2)[..., 0, :] / 2
-    half_log = np.where(np.isfinite(half_log), half_log, 0.0)
-    P = np.exp(log_Phi - half_log[..., None, :])
-    P_t = np.swapaxes(P, -1, -2)
-    with _dispatch.limited_threads():
-        R = np.linalg.inv(P_t @ P + RIDGE * np.eye(P.shape[-1]))
-        return half_log, np.concatenate([RIDGE * R, R @ P_t], axis=-1)
+    return dict(zip(names, arrays, strict=True)) | {"used": live}
