@@ -71,9 +71,9 @@ def choose_block(
     xp = namespace(features.log)
     scores = to_numpy(features.log + bias[..., None, :])
     if diagonal is not None:
-        own = diagonal[0][..., None] == np.arange(scores.shape[-1])
+        is_raised = diagonal[0][..., None] == np.arange(scores.shape[-1])
         least = (diagonal[1] - to_numpy(log_row)).astype(scores.dtype)
-        scores = np.where(own, np.maximum(scores, least), scores)
+        scores = np.where(is_raised, np.maximum(scores, least), scores)
     last = scores.shape[-1] - count
     chosen = scores >= np.partition(scores, last, axis=-1)[..., last, None]
     masked = xp.asarray(chosen, device=array_api_compat.device(features.log))
