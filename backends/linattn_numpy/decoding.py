@@ -92,11 +92,11 @@ def _clip(token: Token, z: Floats, length: int) -> float:
     """
     flat, (of_query, of_key) = z.reshape(-1), FLOORS[z.itemsize]
     least, most = float(flat[flat.argmin()]), float(flat[flat.argmax()]) + MOST_OF_BUFFER
-    most *= z.shape[-1]
+    most *= int(z.shape[-1])
     # Beside such sums the denominator of a max-stabilized read is large enough.
     is_large = least >= of_query * most and least >= of_key * (length + MAX_BUFFERED_TOKENS)
     token.clips = token.may_clip and is_large
-    floor = of_query if token.clips else limits.floor_of(z.dtype)
+    floor: float = of_query if token.clips else limits.floor_of(z.dtype)
     return max(limits.MIN_READ_DENOMINATOR[z.itemsize], floor * most)
 
 
