@@ -1,8 +1,10 @@
 """Clusters of the keys of one head: Lloyd steps on drawn keys, then the mean of each cluster.
 
 A cluster counts as its mean key, each key with the weight that the mean query gives it:
-``exp(s q.k_j) ~ exp(s q.K_c + s q'.(k_j - K_c))`` with the mean query q'. Letters: ``S`` keys,
-``C`` clusters, ``d`` dim, ``e`` value dim, ``s`` scale.
+``exp(s q.k_j) ~ exp(s q.K_c + s q'.(k_j - K_c))`` with the mean query q'. Beside exact clusters, a
+query q' for each cluster or half the variance of its keys takes less than a tenth from the errors
+of MiniLM, Whisper and photographs together; variance multiplies those of heavy tails by 2 to 100.
+Letters: ``S`` keys, ``C`` clusters, ``d`` dim, ``e`` value dim, ``s`` scale.
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ class Clusters(NamedTuple):
     ----------
     positions, of_key : ndarray of int, (S,)
         Unmasked keys, and their clusters.
-    order : ndarray of int, (S,)
-        Sorts them by cluster.
     starts, sizes : ndarray of int, (C,)
     key, values_and_one : ndarray, (S, d), (S, e + 1)
         Sorted.
@@ -47,7 +47,6 @@ class Clusters(NamedTuple):
 
     positions: NDArray[np.intp]
     of_key: NDArray[np.intp]
-    order: NDArray[np.intp]
     starts: NDArray[np.intp]
     sizes: NDArray[np.intp]
     key: Floats
@@ -89,7 +88,6 @@ class Clusters(NamedTuple):
         return cls(
             positions=head.positions,
             of_key=number[cell],
-            order=order,
             starts=starts,
             sizes=sizes,
             key=key,
