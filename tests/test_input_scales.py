@@ -115,6 +115,22 @@ def test_rows_that_see_decayed_keys_only(name, dtype):
     np.testing.assert_allclose(out, want, rtol=0, atol=abs(LEAST[dtype]) / 3 * EPS[dtype])
 
 
+@pytest.mark.parametrize("dtype", EPS)
+def test_later_keys_far_above_the_first_are_added_without_generic_code(dtype):
+    """A query's nearest key is in a later block: its scale rises, as for narrow kernels."""
+    rng = np.random.default_rng(0)
+    x = 50 * rng.standard_normal((1500, 4)).astype(dtype)
+    value = rng.standard_normal((1500, 3)).astype(dtype)
+    bias = -np.square(x).sum(axis=-1) / 2
+    with linattn.explain() as report:
+        out = linattn.softmax_attention(x, x, value, scale=1.0, key_bias=bias)
+    assert report.ran("exact_more") == {"linattn_numpy"}
+    logits = x.astype(float) @ x.T.astype(float) + bias.astype(float)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    want = weights @ value / weights.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=4 * EPS[dtype] * np.abs(bias).max())
+
+
 @pytest.mark.parametrize("heads_of", ["one map, one mask", "own masks", "own maps"])
 @pytest.mark.parametrize("paired", [False, True])
 def test_stabilized_heads_beside_each_other(heads_of, paired, monkeypatch):

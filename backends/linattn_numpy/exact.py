@@ -30,13 +30,17 @@ def _logits(spec: Exact, query: Tokens, key: Tokens) -> Floats:
 def exact_more(
     spec: Exact, query: Tokens, key: Tokens, values_and_one: Floats, part: Partial
 ) -> Partial | Declined:
-    """Add a block of keys to a partial of the same queries, on its scale."""
+    """Add a block of keys to a partial of the same queries, on its scale or a higher one."""
     if part.log.shape[:-1] != query.x.shape[:-1]:
         return Declined("queries and their sums so far differ in leading axes")
     # The scale as one more coordinate: a pass over the logits less.
     x = np.concatenate([query.x * spec.scale, -part.log], axis=-1)
     y = np.concatenate([key.x, np.ones_like(key.x[..., :1])], axis=-1)
     logits = _logits(Exact(1.0), query._replace(x=x), key._replace(x=y))
+    if not _are_moderate(logits):
+        top = np.maximum(limits.row_max(logits), 0)
+        logits -= top
+        part = Partial(part.num_den * limits.weights(-top), part.log + top)
     more = product(limits.weights(logits), values_and_one, "more")
     if more.shape != part.num_den.shape:
         return Declined("keys have other leading axes than the keys before them")

@@ -169,7 +169,8 @@ def _add_stabilized(
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
-        weights, sums = limits.weights(log), np.empty_like(kvz[heads])
+        # They are multiplied by values only.
+        weights, sums = limits.weights(log, None, limits.FAINT), np.empty_like(kvz[heads])
         w = ones_column(log.shape[-2], value.dtype) if ones is None else ones[place]
         _put_sums(weights, value[place], w, sums)
         part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top + col[heads], 0)
