@@ -79,7 +79,7 @@ class _Readout:
         """Numerator over denominator, a new array."""
         # 0 times a finite number is 0, times any other NaN: a product is faster than a sum.
         is_finite, den = self._flat.dot(self._zeros) == 0, self._flat_denominators
-        if is_finite and den[den.argmin()] >= min_denominator:
+        if is_finite and den.item(den.argmin()) >= min_denominator:
             return np.divide(self._numerators, self._denominators)
         return limits.UNDERFLOWED
 
@@ -91,13 +91,13 @@ def _clip(token: Token, z: Floats, length: int) -> float:
     query's features may be wrong by a clipped one, or by ``tiny``, for each unit of all sums.
     """
     flat, (of_query, of_key) = z.reshape(-1), FLOORS[z.itemsize]
-    least, most = float(flat[flat.argmin()]), float(flat[flat.argmax()]) + MOST_OF_BUFFER
-    most *= int(z.shape[-1])
+    least, most = flat.item(flat.argmin()), flat.item(flat.argmax()) + MOST_OF_BUFFER
+    most *= z.shape[-1]
     # Beside such sums the denominator of a max-stabilized read is large enough.
     is_large = least >= of_query * most and least >= of_key * (length + MAX_BUFFERED_TOKENS)
     token.clips = token.may_clip and is_large
     floor: float = of_query if token.clips else limits.floor_of(z.dtype)
-    return max(limits.MIN_READ_DENOMINATOR[z.itemsize], floor * most)
+    return max(limits.MIN_READ_DENOMINATOR[z.itemsize], floor * float(most))
 
 
 # One step ---------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class ExponentialToken:
         logs, least, features = self._of_both if unshifted else self._of_key
         np.exp(np.maximum(logs, least, out=features) if self.clips else logs, out=features)
         # By argmax, which takes a third of the time of max; NaN is the largest.
-        if not self._flat_key_log[self._flat_key_log.argmax()] <= limits.MAX_LOG_LEAD:
+        if not self._flat_key_log.item(self._flat_key_log.argmax()) <= limits.MAX_LOG_LEAD:
             return TOO_HIGH
         # Where a square is past range all features would be 0.
         return self._weights if isfinite(self._flat_square.dot(self._flat_square)) else TOO_HIGH
@@ -113,7 +113,7 @@ class ExponentialToken:
         log, least, features = self._of_query
         top = np.maximum.reduce(log, axis=-1, keepdims=True)
         flat = top.reshape(-1)
-        if not flat[flat.argmax()] < limits.MAX_QUERY_LOG[top.itemsize]:
+        if not flat.item(flat.argmax()) < limits.MAX_QUERY_LOG[top.itemsize]:
             top *= np.nan
         log = np.subtract(log, top, out=features)
         np.exp(np.maximum(log, least, out=features) if self.clips else log, out=features)
