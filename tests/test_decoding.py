@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from typing import Any
 
@@ -180,6 +181,26 @@ def test_a_read_of_what_has_underflowed_is_stabilized():
     want = linattn.linear_attention(q, k, v, phi, is_causal=True)
     assert isinstance(decoder._stepper, Stepper)
     np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
+
+
+def test_a_higher_key_leaves_the_buffer_as_it_is(monkeypatch):
+    """Only the features whose scale rises are multiplied; no product adds tokens to the state."""
+    counted, flush = itertools.count(), Stepper._flush
+    monkeypatch.setattr(Stepper, "_flush", lambda self: (next(counted), flush(self)))
+    raised, rescale = [], Stepper._rescale
+
+    def counting(self, factor):
+        raised.append(int((factor != 1).sum()))
+        return rescale(self, factor)
+
+    monkeypatch.setattr(Stepper, "_rescale", counting)
+    query, key, value = tokens(6 * MAX_BUFFERED_TOKENS, dtype=np.float32)
+    out, _ = stream(MAPS["positive"], query, 6 * key, value)
+    assert next(counted) < 6 < len(raised)
+    assert np.median(raised) < 16
+    q, k, v = (x.astype(np.float64) for x in (query, 6 * key, value))
+    want = linattn.linear_attention(q, k, v, MAPS["positive"], is_causal=True)
+    np.testing.assert_allclose(out, want, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["positive", "hyperbolic"])

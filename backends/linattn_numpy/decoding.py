@@ -206,6 +206,7 @@ class Stepper:
         rows = np.zeros((*lead, width + MAX_BUFFERED_TOKENS, m), dtype)
         values = np.ones((*lead, MAX_BUFFERED_TOKENS, width), dtype)
         self._state, self._buffered = rows[..., :width, :], rows[..., width:, :]
+        self._by_feature = np.swapaxes(rows, -1, -2)
         self._values = values
         self._state[...] = np.swapaxes(state.kvz, -1, -2)
         products = np.empty((*lead, width + MAX_BUFFERED_TOKENS, 1), dtype)
@@ -231,10 +232,14 @@ class Stepper:
 
         This is done after 1, 2, 4, 8 and 16 tokens of a stream, and then every 16.
         """
-        z = self._state[..., -1, :] + self._buffered[..., : self._count, :].sum(axis=-2)
-        self._min_denominator = _clip(self._token, z, self._length)
+        self._min_denominator = _clip(self._token, self._sums(), self._length)
         self._reads_unshifted = True
         self._next_look = min(2 * self._next_look or 1, MAX_BUFFERED_TOKENS)
+
+    def _sums(self) -> Floats:
+        return np.asarray(
+            self._state[..., -1, :] + self._buffered[..., : self._count, :].sum(axis=-2)
+        )
 
     @property
     def state(self) -> State:
@@ -263,7 +268,8 @@ class Stepper:
 
     def step(self, query: Floats, key: Floats, value: Floats) -> Floats | Declined:
         """Return the output of a token, or decline and leave the state unchanged."""
-        token, before = self._token, None
+        token = self._token
+        before: tuple[Floats, Any, Any] | None = None
         out: Floats | Declined = limits.UNDERFLOWED
         try:
             with np.errstate(all="ignore"):
@@ -271,23 +277,32 @@ class Stepper:
                     self._flush() if self._count == MAX_BUFFERED_TOKENS else self._look()
                 weights = token.load(query, key)
                 if isinstance(weights, Declined):
-                    # The buffered tokens are on the old scale.
-                    self._flush()
-                    before = token.log_scale, self._state.copy()
-                    weights, factor = rebase_for(token, query, key, self._state[..., -1, :])
+                    before = token.log_scale, slice(0), 0
+                    weights, factor = rebase_for(token, query, key, self._sums())
+                    before = before[0], *self._rescale(factor)
                     if isinstance(weights, Declined):
                         return weights
-                    self._state *= factor[..., None, :]
                 out = self._buffer_and_read(weights, value)
         finally:
             # A step that is declined or interrupted leaves the state unchanged.
             if before is not None and isinstance(out, Declined):
                 token.rebase(before[0])
-                self._state[...] = before[1]
+                self._by_feature[before[1]] = before[2]
         if not isinstance(out, Declined):
             self._count += 1
             self._length += 1
         return out
+
+    def _rescale(self, factor: Floats) -> tuple[Any, Floats]:
+        """Multiply the few features whose scale has changed; return their place and numbers."""
+        place = np.nonzero(factor != 1)
+        before = self._by_feature[place]
+        after = before * factor[place][:, None]
+        buffered = after[:, self._state.shape[-2] :]
+        # Nothing beside the new key's 1.
+        buffered[buffered < exp(limits.MIN_TOKEN_LOGS[factor.itemsize][1])] = 0
+        self._by_feature[place] = after
+        return place, before
 
     def _buffer_and_read(self, weights: Floats, value: Floats) -> Floats | Declined:
         """Write a token into the next slot, and read with its query."""
