@@ -152,7 +152,7 @@ def test_rows_that_count_for_no_head_are_left_out(computed):
     *masks_read, taken = computed
     assert [x.shape for (x,) in masks_read] == [(LENGTH,)] * 2
     seen = few.any(axis=0)
-    wanted = query, masks["query_mask"][..., None], key, few[..., None]
+    wanted = query, key, masks["query_mask"][..., None], few[..., None]
     for x, array in zip(taken, wanted, strict=True):
         assert_array_equal(x, array[:, seen])
     want = fit(query, key, num_features=M, rng=0, **masks)

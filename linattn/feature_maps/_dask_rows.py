@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import array_api_compat
 import numpy as np
 
 from linattn import _arrays
-from linattn.feature_maps._landmark_fit import Inputs
 from linattn.typing import Array
+
+if TYPE_CHECKING:
+    from linattn.feature_maps._landmark_fit import Inputs
 
 __all__ = [
     "compute",
@@ -38,19 +40,14 @@ def compute_rows(given: Inputs, num_rows: int, generator: np.random.Generator) -
         return given
     of_query = draw_runs(given.query, given.query_mask, num_rows, generator)
     of_key = draw_runs(given.key, given.key_mask, num_rows, generator)
-    query, query_mask, key, key_mask, key_bias = compute_on_host(
+    of = {name: of_query if name.startswith("query") else of_key for name in given._fields[3:]}
+    taken = [
         None if x is None else take_runs(x, runs)
-        for x, runs in (
-            (given.query, of_query),
-            (given.query_mask, of_query),
-            (given.key, of_key),
-            (given.key_mask, of_key),
-            (given.key_bias, of_key),
-        )
-    )
-    xp = array_api_compat.array_namespace(query)
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
-    return Inputs(xp, dtype, given.scale, query, key, query_mask, key_mask, key_bias)
+        for x, runs in zip(given[3:], of.values(), strict=True)
+    ]
+    found = given._replace(**dict(zip(of, compute_on_host(taken), strict=True)))
+    xp = array_api_compat.array_namespace(found.query)
+    return found._replace(xp=xp, dtype=_arrays.accumulation_dtype(xp, found.query.dtype, None))
 
 
 def compute_sequence(arrays: list[Array], generator: np.random.Generator) -> list[Array]:

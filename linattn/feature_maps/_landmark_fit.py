@@ -8,7 +8,7 @@ Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod, sqrt
+from math import log, prod, sqrt
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,34 +16,35 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _dispatch
+from linattn import _arrays, _checks, _dispatch, _generic
 from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.pairs import Pairs, biased_keys, biased_queries, join
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
+from linattn.feature_maps._base import dots
+from linattn.feature_maps._clusters import centroids
+from linattn.feature_maps._dask_rows import compute_rows
 from linattn.typing import Array, Tokens, Weights
 from linattn.typing._shifts import constant
 
 __all__ = [
-    "Head",
     "Inputs",
-    "draw_heads",
+    "draw_projection",
+    "fit_landmarks",
     "is_concrete",
-    "key_weights",
     "log_normalizers",
     "log_sum",
-    "probe_normalizers",
-    "query_metric",
-    "sample_size",
-    "stacked",
-    "strata",
     "take_inputs",
 ]
 
 Floats = NDArray[np.float64]
+Rows = NDArray[Any]
 
 # Logits worked on at once, of all heads, for the cache; and keys, for few calls.
 MAX_BLOCK_ELEMENTS, MIN_BLOCK_ROWS = 1 << 18, 128
+
+MIN_SAMPLED = 1024
+"""Tokens in a sample, or 16 for each landmark; shorter sequences are taken whole."""
 
 
 class Inputs(NamedTuple):
@@ -70,26 +71,6 @@ def is_concrete(array: Array) -> bool:
     return True
 
 
-def sample_size(m: int) -> int:
-    """Tokens that a sample holds at most; shorter sequences are taken whole."""
-    return max(16 * m, 1024)
-
-
-class Head(NamedTuple):
-    """Samples of one head, in the accumulation dtype; one token at the origin where it has none.
-
-    Attributes
-    ----------
-    query, key : ndarray, (C, d)
-    log_weight : ndarray, (C,)
-        Of keys; -inf for the one that is none.
-    """
-
-    query: NDArray[Any]
-    key: NDArray[Any]
-    log_weight: NDArray[Any]
-
-
 def strata(n: int, noise: Floats) -> NDArray[np.intp]:
     """Position of one of n tokens in each of equal strata, or of all where there are fewer."""
     if n <= len(noise):
@@ -100,10 +81,11 @@ def strata(n: int, noise: Floats) -> NDArray[np.intp]:
 
 def draw_heads(
     given: Inputs, key_strata: Floats, query_strata: Floats
-) -> tuple[tuple[int, ...], dict[tuple[int, ...], Head]]:
-    """Leading axes of queries and keys, and samples of each head: a token from each stratum.
+) -> tuple[tuple[int, ...], dict[tuple[int, ...], tuple[Rows, Rows, Rows]]]:
+    """Leading axes, and samples of each head: queries, keys and log weights of keys.
 
-    Strata are of the tokens that a head sees. O(C d) memory beyond what a mask needs.
+    One token from each stratum of those that a head sees, in the accumulation dtype; one at the
+    origin where there is none, with log weight -inf. O(C d) memory beyond what a mask needs.
     """
     lead, heads = np.broadcast_shapes(given.query.shape[:-2], given.key.shape[:-2]), {}
     wide = [
@@ -119,7 +101,7 @@ def draw_heads(
         log = np.full(len(y), 0.0 if len(of_keys) else -np.inf, y.dtype)
         if bias is not None and len(of_keys):
             log = _take(given, bias, of_keys)[:, 0]
-        heads[head] = Head(x, y, log)
+        heads[head] = x, y, log
     return lead, heads
 
 
@@ -173,13 +155,58 @@ def query_metric(query: NDArray[Any]) -> Floats:
     return np.asarray(covariance / (np.trace(covariance) / d or 1.0) + 1e-6 * np.eye(d))
 
 
-def key_weights(
-    probes: Floats, lognorm: Floats, key: NDArray[Any], log_weight: NDArray[Any]
-) -> NDArray[Any]:
-    """Sum of the squared attention of scaled probes to each key, ``(C,)``."""
-    A = (2 * probes).astype(key.dtype) @ key.T
-    A -= (2 * lognorm[:, None] - 2 * log_weight.astype(np.float64)).astype(key.dtype)
-    return np.asarray(np.exp(A, out=A).sum(axis=0))
+def fit_landmarks(
+    given: Inputs, m: int, p: int, steps: int, generator: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """Find the arrays that a map of m landmarks and p probes is made of."""
+    size = max(16 * m, MIN_SAMPLED)
+    # As many numbers for every length, so that padding changes none of them.
+    key_strata, query_strata, query_order = generator.random((3, max(size, p)))
+    gumbel = generator.gumbel(size=size)
+    given = compute_rows(given, max(size, p), generator)
+    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+        lead, heads = draw_heads(given, key_strata[:size], query_strata)
+        chosen = [x[strata(len(x), query_order[:p])] for x, *_ in heads.values()]
+        probes, counts = stacked(chosen, lead, max(map(len, chosen)))
+        weights = Weights(given.key_mask, given.key_bias)
+        lognorm = log_normalizers(given.scale * probes, given.key, given.dtype, weights)
+        _check_finite((lognorm < np.inf).all())
+        # A head that sees no key: its landmarks are all unused, and any normalizer will do.
+        lognorm = np.where(counts, np.where(lognorm == -np.inf, 0.0, lognorm), np.inf)
+        metric, found = np.empty((*lead, *probes.shape[-1:] * 2)), []
+        for head, (query, key, log_weight) in heads.items():
+            # Sums of the squared attention of probes to each key.
+            A = (2 * given.scale * probes[head]).astype(key.dtype) @ key.T
+            A -= (2 * lognorm[head][:, None] - 2 * log_weight.astype(np.float64)).astype(key.dtype)
+            sums = np.exp(A, out=A).sum(axis=0)
+            metric[head] = query_metric(query)
+            seen = key[log_weight > -np.inf]
+            found.append(centroids(seen, sums, metric[head], gumbel, m, steps=steps))
+    landmarks, used = stacked(found, lead, m)
+    arrays = {"landmarks": landmarks, "probes": probes, "log_normalizers": lognorm}
+    return arrays | {"metric": metric, "used": used}
+
+
+def draw_projection(given: Inputs, m: int, generator: np.random.Generator) -> tuple[Floats, Floats]:
+    """Draw m rows omega around sums of a query and a key that it attends to; their log weights."""
+    size = max(16 * m, MIN_SAMPLED)
+    key_strata, query_strata, query_order = generator.random((3, size))
+    gumbel = generator.gumbel(size=(m, size))
+    normal = generator.standard_normal((m, given.key.shape[-1]))
+    given = compute_rows(given, size, generator)
+    root = sqrt(given.scale)
+    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+        lead, heads = draw_heads(given, key_strata, query_strata)
+        landmarks = []
+        for query, key, log_weight in heads.values():
+            drawn = np.resize(query[strata(len(query), query_order[:m])], (m, query.shape[-1]))
+            logits = given.scale * dots(drawn, key) + gumbel[:, : len(key)] + log_weight
+            landmarks.append(root * (drawn + key[np.argmax(logits, axis=-1)]))
+        mu = np.reshape(landmarks, (*lead, *normal.shape))
+        omega = mu + normal
+        exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
+        log_weights = log(m) - log_sum(exponents, -1)[..., 0]
+    return omega, log_weights
 
 
 def log_normalizers(probes: Floats, key: Array, dtype: Any, weights: Weights) -> Floats:
@@ -232,15 +259,6 @@ def take_inputs(
             raise TypeError(message)
     arrays = {name: None if x is None else constant(x) for name, x in given.items()}
     return Inputs(xp, dtype, scale, **arrays)
-
-
-def probe_normalizers(given: Inputs, probes: Floats, used: NDArray[np.bool_]) -> Floats:
-    """Log normalizers of probes over all keys; inf where a head has no such probe."""
-    weights = Weights(given.key_mask, given.key_bias)
-    lognorm = log_normalizers(given.scale * probes, given.key, given.dtype, weights)
-    _check_finite((lognorm < np.inf).all())
-    # A head that sees no key: its landmarks are all unused, and any normalizer will do.
-    return np.where(used, np.where(lognorm == -np.inf, 0.0, lognorm), np.inf)
 
 
 def log_sum(x: Floats, axis: int) -> Floats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from math import log, sqrt
+from math import sqrt
 from types import ModuleType
 from typing import Any, Self
 
@@ -13,19 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
-from linattn.feature_maps._clusters import LLOYD_STEPS, centroids, power_of_two
-from linattn.feature_maps._dask_rows import compute_rows
+from linattn.feature_maps._clusters import LLOYD_STEPS, power_of_two
 from linattn.feature_maps._landmark_fit import (
-    draw_heads,
+    draw_projection,
+    fit_landmarks,
     is_concrete,
-    key_weights,
     log_normalizers,
     log_sum,
-    probe_normalizers,
-    query_metric,
-    sample_size,
-    stacked,
-    strata,
     take_inputs,
 )
 from linattn.feature_maps.exponential import PositiveFeatures
@@ -163,16 +157,45 @@ class LandmarkFeatures(SoftmaxKernelMap):
         corrected: bool = False,
     ) -> None:
         corrected = _checks.check_flag("corrected", corrected)
-        arrays = _check_parameters(landmarks, probes, log_normalizers, metric, used)
-        m, d = arrays["landmarks"].shape[-2:]
-        p = arrays["probes"].shape[-2]
-        scale = 1 / sqrt(d) if scale is None else scale
+        given = {"landmarks": landmarks, "probes": probes, "metric": metric}
+        given |= {"log_normalizers": log_normalizers}
+        arrays = {name: np.array(x, dtype=np.float64) for name, x in given.items()}
+        b, q, M, lognorm = arrays.values()
+        d = b.shape[-1:]
+        fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim and 0 not in b.shape + q.shape
+        if not fits or (q.shape[-1:], M.shape[-2:], lognorm.shape[-1]) != (d, d + d, q.shape[-2]):
+            message = (
+                f"landmarks must have shape (..., m, d), probes (..., p, d), metric (..., d, d) "
+                f"and log_normalizers (..., p), got {b.shape}, {q.shape}, {M.shape} and "
+                f"{lognorm.shape}"
+            )
+            raise ValueError(message)
+        live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
+        if live.dtype != bool or live.shape != b.shape[:-1]:
+            message = (
+                f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
+                f"{live.dtype} {live.shape}"
+            )
+            raise ValueError(message)
+        _checks.check_leading_axes(
+            **{name: x.shape[: -1 if x is lognorm else -2] for name, x in arrays.items()}
+        )
+        counts = np.isfinite(lognorm).any(axis=-1).all() and (lognorm > -np.inf).all()
+        if not counts or not all(np.isfinite(x).all() for x in (b, q, M)):
+            message = (
+                "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
+                "with a finite one for each head"
+            )
+            raise ValueError(message)
+        m, p = b.shape[-2], q.shape[-2]
+        scale = 1 / sqrt(b.shape[-1]) if scale is None else scale
         self._set(
-            dim=int(d),
-            num_features=int(m) + (int(p) if corrected else 0),
+            dim=b.shape[-1],
+            num_features=m + p if corrected else m,
             scale=_checks.check_finite_number("scale", scale, positive=True),
             corrected=corrected,
             positive=not corrected,
+            used=live,
             **arrays,
         )
 
@@ -288,26 +311,8 @@ class LandmarkFeatures(SoftmaxKernelMap):
             )
             raise ValueError(message)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
-        size, generator = sample_size(m), as_generator(rng)
-        # As many numbers for every length, so that padding changes none of them.
-        key_strata, query_strata, query_order = generator.random((3, max(size, p)))
-        gumbel = generator.gumbel(size=size)
-        given = compute_rows(given, max(size, p), generator)
-        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            lead, heads = draw_heads(given, key_strata[:size], query_strata)
-            chosen = [x[strata(len(x), query_order[:p])] for x, *_ in heads.values()]
-            probes, counts = stacked(chosen, lead, max(map(len, chosen)))
-            lognorm = probe_normalizers(given, probes, counts)
-            metrics = {head: query_metric(x) for head, (x, *_) in heads.items()}
-            found = []
-            for head, (_, key, log_weight) in heads.items():
-                weights = key_weights(given.scale * probes[head], lognorm[head], key, log_weight)
-                seen = key[log_weight > -np.inf]
-                found.append(centroids(seen, weights, metrics[head], gumbel, m, steps=lloyd_steps))
-        landmarks, used = stacked(found, lead, m)
-        metric = np.reshape([*metrics.values()], (*lead, *probes.shape[-1:] * 2))
-        fixed: Any = {"used": used, "scale": given.scale, "corrected": corrected}
-        fitted = cls(landmarks, probes, lognorm, metric, **fixed)
+        found = fit_landmarks(given, m, p, lloyd_steps, as_generator(rng))
+        fitted = cls(**found, scale=given.scale, corrected=corrected)
         fitted._set(_unseeded=rng is None)
         return fitted
 
@@ -381,24 +386,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         """
         m = _checks.check_positive_int("num_features", num_features)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
-        size = sample_size(m)
-        generator = as_generator(rng)
-        key_strata, query_strata, query_order = generator.random((3, size))
-        gumbel = generator.gumbel(size=(m, size))
-        normal = generator.standard_normal((m, given.key.shape[-1]))
-        given = compute_rows(given, size, generator)
-        root = sqrt(given.scale)
-        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-            lead, heads = draw_heads(given, key_strata, query_strata)
-            landmarks = []
-            for query, key, log_weight in heads.values():
-                drawn = np.resize(query[strata(len(query), query_order[:m])], (m, query.shape[-1]))
-                logits = given.scale * dots(drawn, key) + gumbel[:, : len(key)] + log_weight
-                landmarks.append(root * (drawn + key[np.argmax(logits, axis=-1)]))
-            mu = np.reshape(landmarks, (*lead, *normal.shape))
-            omega = mu + normal
-            exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
-            log_weights = log(m) - log_sum(exponents, -1)[..., 0]
+        omega, log_weights = draw_projection(given, m, as_generator(rng))
         feature_map = PositiveFeatures.from_projection(
             omega, log_weights=log_weights, scale=given.scale
         )
@@ -490,42 +478,3 @@ class LandmarkFeatures(SoftmaxKernelMap):
         """
         message = f"{self!r} is biased, and its variance over landmarks is not known"
         raise NotImplementedError(message)
-
-
-def _check_parameters(
-    landmarks: ArrayLike,
-    probes: ArrayLike,
-    log_normalizers: ArrayLike,
-    metric: ArrayLike,
-    used: ArrayLike | None,
-) -> dict[str, Any]:
-    """Copy the parameters of a map, and check that they fit each other."""
-    given = (landmarks, probes, log_normalizers, metric)
-    b, q, lognorm, M = arrays = [np.array(a, dtype=np.float64) for a in given]
-    d = b.shape[-1:]
-    fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim >= 1 and 0 not in b.shape + q.shape
-    if not fits or (q.shape[-1:], M.shape[-2:], lognorm.shape[-1]) != (d, d + d, q.shape[-2]):
-        message = (
-            f"landmarks must have shape (..., m, d), probes (..., p, d), log_normalizers "
-            f"(..., p) and metric (..., d, d), got {', '.join(str(a.shape) for a in arrays)}"
-        )
-        raise ValueError(message)
-    live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
-    if live.dtype != bool or live.shape != b.shape[:-1]:
-        message = (
-            f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
-            f"{live.dtype} {live.shape}"
-        )
-        raise ValueError(message)
-    names = ("landmarks", "probes", "log_normalizers", "metric")
-    axes = (2, 2, 1, 2)
-    leads = {name: a.shape[:-n] for name, a, n in zip(names, arrays, axes, strict=True)}
-    _checks.check_leading_axes(**leads)
-    counts = np.isfinite(lognorm).any(axis=-1).all() and (lognorm > -np.inf).all()
-    if not counts or not all(np.isfinite(a).all() for a in (b, q, M)):
-        message = (
-            "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
-            "with a finite one for each head"
-        )
-        raise ValueError(message)
-    return dict(zip(names, arrays, strict=True)) | {"used": live}
