@@ -192,6 +192,11 @@ def test_some(name, backends):
         check(name, backends, *case)
 
 
+@pytest.mark.parametrize("name", ["positive gradient", "hyperbolic gradient"])
+def test_keys_whose_shares_are_far_apart(name):
+    check(name, True, 20, 1, 1, 1, "float64")
+
+
 @pytest.mark.fuzz
 @cases
 def test_many(name, backends):

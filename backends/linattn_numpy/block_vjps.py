@@ -103,6 +103,9 @@ def reduce_block_vjp(
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
     limit = _max_scale(floor_of(dtype, key_spec), terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
+    row = None if isinstance(features, Declined) else features.row
+    if row is not None and limits.are_far_apart(row - row.max(axis=-2, keepdims=True)):
+        features = limits.SMALL_SHARES
     if not isinstance(features, Declined):
         scale = adjoint.log_scale + features.col
         if features.row is not None:
