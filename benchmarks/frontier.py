@@ -39,9 +39,10 @@ from numpy.typing import NDArray
 import linattn
 from benchmarks.real_inputs import INPUTS
 from linattn._driver.problem import exact_problem
+from linattn.automatic._curves import error_curve
+from linattn.automatic._fit import Clusters
 from linattn.automatic._heads import Given
-from linattn.automatic._search import Searcher
-from linattn.automatic._tokens import HostTokens
+from linattn.automatic._tokens import HostTokens, Rectangle
 from linattn.feature_maps import LandmarkFeatures
 
 Floats = NDArray[Any]
@@ -230,12 +231,14 @@ def by_attention(head: Head) -> Iterator[Point]:
     rng = np.random.default_rng(0)
     problem = exact_problem(*arrays, is_causal=False, scale=scale, key_bias=bias)
     given = Given(problem, None, scale, None, rng, bias).with_bias_in_keys()
-    search = Searcher(given.problem, scale, HostTokens(given.problem, None, rng), rng)
+    tokens = HostTokens(given.problem, None, rng)
+    rows, where = tokens.rows((), len(head.query)), Rectangle(0, len(head.query), 0, len(head.key))
     for m in CLUSTERS:
-        trial = search.trial((), m, len(head.query))
-        for c, share, error in zip(trial.levels, trial.curve.share, trial.curve.error, strict=True):
-            if c in EXACT:
-                yield CALL, m + share * len(head.key), float(error)
+        of_call, levels = tokens.head((), rows, where), tuple(exact_of(m))
+        clusters = Clusters.of(of_call, tokens.queries(()), m, scale, rng)
+        curve = error_curve(of_call, clusters, scale, levels)
+        for share, error in zip(curve.share, curve.error, strict=True):
+            yield CALL, m + share * len(head.key), float(error)
 
 
 Way = Callable[[Head], Iterator[Point]]

@@ -9,9 +9,9 @@ from numpy.testing import assert_allclose, assert_array_less
 
 import linattn
 from linattn._driver.problem import exact_problem
-from linattn.automatic import _causal, _costs, _search, _squares
+from linattn.automatic import _call, _costs, _rectangles, _search
 from linattn.automatic._heads import Given
-from linattn.automatic._report import HeadRecord
+from linattn.automatic._tokens import HostTokens, Rectangle, query_mask_of
 from tests.attentions import assert_at_most
 
 LENGTH, SQUARES = 400, [(0, 200, 400), (0, 100, 200), (200, 300, 400)]
@@ -28,22 +28,41 @@ def given_of(arrays, mask=None, bias=None):
     return Given(problem, mask, scale, 0.1, np.random.default_rng(0), bias)
 
 
-def squares_with(monkeypatch, given, clusters, num_rows=64, squares=SQUARES):
-    """Squares with so many exact clusters for all heads, whatever their errors are."""
+def squares_with(monkeypatch, given, level, num_rows=64, squares=SQUARES, features=64):
+    """Records and the choices of all heads: so many exact clusters, whatever their errors are."""
+    problems = {
+        Rectangle(middle, stop, start, middle): given.with_bias_in_keys()
+        .rectangle(slice(middle, stop), slice(start, middle))
+        .problem
+        for start, middle, stop in squares
+    }
+    monkeypatch.setattr(_call, "rectangles_of", lambda *args: problems)
+    call, chosen, totals = _call.Call(given), [], []
+    mask = query_mask_of(given.problem, given.key_mask)
+    call._tokens = HostTokens(call._problem, mask, given.generator)
+    for number in range(given.num_heads):
+        index = given.unravel(number)
+        rows = call._tokens.rows(index, num_rows)
+        totals.append((rows, call._total(rows, *call._exact(number, rows.places)[1:])))
+        trials = {x: call._trial(index, rows, totals[-1][1], x, features) for x in problems}
+        chosen.append({x: _search.Choice(t, t.levels.index(level)) for x, t in trials.items()})
+    return call, chosen, totals
 
-    def choose_all(self, tolerances):
-        return [_search.Choice(x, x.levels.index(clusters), _costs.Work()) for x in self.first]
 
-    monkeypatch.setattr(_squares._SquareSearch, "choose_all", choose_all)
-    squares = [_squares.Square(*ends) for ends in squares]
-    rows = _squares.CausalRows(given.with_bias_in_keys(), num_rows, squares)
-    return rows, _squares.Squares(rows, squares, 0.1)
+def attended(call, chosen, heads=(0, 1), rows=slice(0, LENGTH)):
+    return _rectangles.attend(call._wide.only(heads), [chosen[h] for h in heads], rows)
+
+
+def judged(call, output, totals):
+    return [
+        call._judge(rows, output[i][rows.places], total.output)
+        for i, (rows, total) in enumerate(totals)
+    ]
 
 
 @pytest.mark.parametrize("seen", ["all", "masked", "weighted"])
 def test_landmarks_that_are_as_many_as_keys_are_exact(monkeypatch, seen):
     """Each key is its own landmark: nothing is left to be approximated."""
-    monkeypatch.setattr(_squares, "MIN_FEATURES", 256)
     arrays = tokens(LENGTH)
     rng, options = np.random.default_rng(1), dict[str, Any]()
     if seen == "masked":
@@ -52,11 +71,15 @@ def test_landmarks_that_are_as_many_as_keys_are_exact(monkeypatch, seen):
         bias = rng.standard_normal((2, LENGTH))
         options["bias"] = np.where(rng.random((2, LENGTH)) < 0.7, bias, -np.inf)
     given = given_of(arrays, **options)
-    _, squares = squares_with(monkeypatch, given, 0)
+    call, chosen, _ = squares_with(monkeypatch, given, 0, features=256)
     named: Any = {f"key_{name}": array for name, array in options.items()}
     exact = linattn.softmax_attention(*arrays, is_causal=True, **named)
-    assert_allclose(squares.attend(range(2)), exact, rtol=1e-9, atol=1e-11)
-    assert_allclose(squares.attend([1]), exact[1:], rtol=1e-9, atol=1e-11)
+    assert_allclose(attended(call, chosen), exact, rtol=1e-9, atol=1e-11)
+    assert_allclose(attended(call, chosen, [1]), exact[1:], rtol=1e-9, atol=1e-11)
+    some = np.sort(rng.choice(LENGTH, 60, replace=False))
+    found = attended(call, chosen, rows=some)
+    assert_allclose(found, exact[:, some], rtol=1e-9, atol=1e-11)
+    assert_allclose(given.only([1]).exact(some), exact[1:, some], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("clusters", [0, 4])
@@ -64,15 +87,16 @@ def test_the_error_is_that_of_the_output(monkeypatch, clusters):
     """With all rows held out: of one square by its curve, of any by the output."""
     arrays = tokens()
     given = given_of(arrays)
-    rows, squares = squares_with(monkeypatch, given, clusters, LENGTH, SQUARES[:1])
-    output = squares.attend(range(2))
+    call, chosen, totals = squares_with(monkeypatch, given, clusters, LENGTH, SQUARES[:1])
+    output = attended(call, chosen)
     exact = linattn.softmax_attention(*arrays, is_causal=True)
     square = np.sum((output - exact) ** 2, axis=(-2, -1))
     error = np.sqrt(square / np.sum(exact**2, axis=(-2, -1)))
     assert_array_less(1e-3, error)
-    assert_allclose([record.error for record in squares.records()], error, rtol=1e-6)
-    judged = [rows.judge((i,), output[i], 0.9) for i in range(2)]
-    assert_allclose(judged, np.stack([error, error], axis=-1), rtol=1e-9)
+    of_curves = [x.trial.curve.error[x.level] for of_head in chosen for x in of_head.values()]
+    assert_allclose(of_curves, error, rtol=1e-6)
+    found = judged(call, output, totals)
+    assert_allclose(found, np.stack([error, error], axis=-1), rtol=1e-9)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -86,40 +110,52 @@ def test_landmarks_are_near_in_what_queries_see(monkeypatch, masked):
     errors = []
     for size in (1.0, 0.0):
         given = given_of((3 * query, key * ([1.0] * 2 + [size] * 14), value), mask)
-        rows, squares = squares_with(monkeypatch, given, 0, LENGTH)
-        output = squares.attend(range(2))
-        errors.append([rows.judge((i,), output[i], 0.9)[0] for i in range(2)])
+        call, chosen, totals = squares_with(monkeypatch, given, 0, LENGTH)
+        errors.append([found[0] for found in judged(call, attended(call, chosen), totals)])
     assert_allclose(errors[0], errors[1], rtol=0.3)
 
 
 @pytest.mark.parametrize("overfitted", [[0, 1], [0], [1]])
 def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch, overfitted):
     """The rows that the choice was made by say little of the others; what is near is taken."""
-    arrays = tokens()
+    arrays = tokens(6000)
     exact = linattn.softmax_attention(*arrays, is_causal=True)
-    near = 1.001 * exact
+    near, seen = 1.001 * exact, dict[int, Any]()
+    exact_rows = _call.Call._exact
 
-    class Overfitted:
-        def __init__(self, rows, squares, tolerance):
-            self.rows = [rows.tokens.head((i,), 64).rows for i in range(2)]
+    def watched(self, number, places):
+        # The first time these are the rows of trials.
+        seen.setdefault(number, places)
+        return exact_rows(self, number, places)
 
-        def records(self):
-            return [HeadRecord(64, 0, 0.0, 0.0, _costs.Work())] * 2
-
-        def attend(self, heads):
-            output = near.copy()
-            for i in overfitted:
+    def attend(given, choices, rows):
+        head = int(np.argmin([abs(given.problem.query[0] - x).sum() for x in arrays[0]]))
+        heads = [head] if len(choices) == 1 else range(2)
+        output = near[heads].copy()
+        for i, number in enumerate(heads):
+            if number in overfitted:
                 output[i] = 0
-                output[i, self.rows[i]] = exact[i, self.rows[i]]
-            return output
+                output[i, seen[number]] = exact[number, seen[number]]
+        return output[:, rows]
 
-    monkeypatch.setattr(_causal, "Squares", Overfitted)
-    monkeypatch.setattr(_costs, "MAX_ROWS", 1 / 2)
-    answer = _causal.attend(given_of(arrays))
-    for i, head in enumerate(answer.heads):
-        assert head.num_features == (0 if i in overfitted else 64)
-        assert (head.bound > 0.1) == (i in overfitted)
-        assert_allclose(answer.output[i], (exact if i in overfitted else near)[i], rtol=1e-12)
+    def choose(self, index, rows, total, trials):
+        ((where, trial), *_) = trials.items()
+        return {where: _search.Choice(trial, 0)}, 1500, _costs.Work()
+
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.5)
+    monkeypatch.setattr(_call, "MAX_VAIN", 2.0)
+    monkeypatch.setattr(_call, "MAX_PROMISED", 2.0)
+    monkeypatch.setattr(_call.Call, "_exact", watched)
+    monkeypatch.setattr(_call.Call, "_choose", choose)
+    monkeypatch.setattr(_call, "attend", attend)
+    output, records = _call.Call(given_of(arrays)).attend()
+    for i, record in enumerate(records):
+        assert record.num_features == (0 if i in overfitted else 64)
+        assert (record.bound > 0.1) == (i in overfitted)
+        apart = np.linalg.norm(output[i] - (exact if i in overfitted else near)[i], axis=-1)
+        # Rows that judged are exact.
+        assert np.mean(apart > 1e-9) < (0 if i in overfitted else 0.3) + 1e-12
+        assert_allclose(output[i], exact[i], rtol=1.01e-3)
 
 
 @pytest.mark.parametrize("start", [399, 250, 120])
@@ -127,9 +163,7 @@ def test_no_output_depends_on_a_later_token(monkeypatch, start):
     arrays = tokens()
     changed = arrays.copy()
     changed[..., start:, :] = tokens(seed=1)[..., start:, :] * 3
-    outputs = [
-        squares_with(monkeypatch, given_of(x), 2)[1].attend(range(2)) for x in (arrays, changed)
-    ]
+    outputs = [attended(*squares_with(monkeypatch, given_of(x), 2)[:2]) for x in (arrays, changed)]
     # Which queries are worked out together may differ, and so may last bits.
     assert_allclose(outputs[0][:, :start], outputs[1][:, :start], rtol=1e-11, atol=1e-14)
     assert abs(outputs[0][:, start:] - outputs[1][:, start:]).max() > 0.1
@@ -142,7 +176,7 @@ def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first(scale, spread):
     sizes = np.array([4.0, 2, 2, 1, 1, 1, 1])
     noise = np.random.default_rng(0).random(7)
     first = scale * noise**spread if np.isfinite(scale) else np.full(7, np.inf)
-    allowed = _squares._allowed_errors(first, sizes, 0.1)
+    allowed = _call.allowed_errors(first, sizes, 0.1)
     assert_at_most(allowed, first)
     total = np.sqrt(np.sum(allowed**2))
     assert_allclose(total, min(0.1, np.sqrt(np.sum(first**2))), rtol=1e-12)
@@ -155,7 +189,9 @@ def test_allowed_errors_add_up_to_the_tolerance_or_are_the_first(scale, spread):
 
 def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
     """Sharp heads, for which few clusters are not near: exact clusters, and one report."""
-    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.8)
+    monkeypatch.setattr(_costs, "MAX_SEARCH", 0.5)
+    monkeypatch.setattr(_call, "MAX_VAIN", 2.0)
+    monkeypatch.setattr(_call, "MAX_PROMISED", 1.2)
     rng = np.random.default_rng(3)
     centres = rng.standard_normal((2, 40, 8))
     which = rng.integers(40, size=6000)

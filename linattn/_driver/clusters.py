@@ -65,19 +65,11 @@ class ExactClusters:
         """Choose clusters for queries; also return what they read from the state of all others."""
         tokens = in_map_coordinates(problem.replace(want_log=True), "query", query)
         args = problem.query_spec, tokens, state, bias, problem.exact.clusters
-        return self.functions.choose_block(*args, self._diagonal(query))  # type: ignore[no-any-return]
-
-    def _diagonal(self, query: Tokens) -> tuple[NDArray[np.intp], NDArray[Any]] | None:
-        """Return the cluster of each query's own key, and its log weight, if they raise scores."""
-        problem, (of_key, *_, diagonal) = self.problem, self.assigned
-        if not diagonal:
-            return None
-        rows, m = slice(query.start, query.start + query.x.shape[-2]), problem.num_features
-        key, spec = raw_tokens(problem, "key", rows, 0).x, problem.exact.spec
-        assert spec is not None
-        log = _arrays.to_numpy(problem.xp.sum(query.x * key, axis=-1, keepdims=True) * spec.scale)
-        log = np.where(of_key[..., rows, None] < m, log, -np.inf)
-        return np.minimum(of_key[..., rows], m - 1), log
+        raised = self.assigned.raised
+        if raised is not None:
+            rows = slice(query.start, query.start + query.x.shape[-2])
+            raised = raised[0][..., rows], raised[1][..., rows, :]
+        return self.functions.choose_block(*args, raised)  # type: ignore[no-any-return]
 
     def add(self, query: Tokens, chosen: NDArray[np.bool_], part: Partial) -> Partial:
         """Add the keys of the chosen clusters, ``(..., n, m)``, to the rest."""
@@ -163,19 +155,21 @@ class AssignedKeys(NamedTuple):
         Added to a query's log features before it chooses clusters.
     state : State
         After all keys.
-    diagonal : bool
-        Whether the weight of a query's own key counts where it chooses clusters; needs L = S.
+    raised : tuple of ndarray (..., L), (..., L, 1), or None
+        A column for each query, on the host, such as that of its own key, and the least score of
+        this column where the query chooses clusters.
     """
 
     of_key: NDArray[np.intp]
     bias: Array
     state: State
-    diagonal: bool = False
+    raised: tuple[NDArray[np.intp], NDArray[Any]] | None = None
 
     def of_task(self, task: Index) -> Self:
         """Take a task's share."""
         of_key, bias = (take(x, 1, task) for x in (self.of_key, self.bias))
-        return type(self)(of_key, bias, take_state(self.state, task), self.diagonal)
+        raised = self.raised and (take(self.raised[0], 1, task), take(self.raised[1], 2, task))
+        return type(self)(of_key, bias, take_state(self.state, task), raised)
 
 
 def sort_keys(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._driver.problem import exact_problem
-from linattn.automatic import _causal, _full
+from linattn.automatic._call import Call
 from linattn.automatic._heads import Given
 from linattn.automatic._report import AttentionReport, HeadRecord, make_report
 from linattn.sampling import Seed, as_generator
-from linattn.typing import Array, ArrayT, Problem
+from linattn.typing import Array, ArrayT
 
 __all__ = ["AttentionReport", "attention"]
 
@@ -152,7 +151,7 @@ def attention(
     logits about the logit of K_c. If L = S, the exact weight of key i counts too: a query whose own
     key would be missed chooses its cluster.
 
-    Clusters are found from at most 8 m keys: k-means++, then Lloyd steps. Distances are in the
+    Clusters are found from at most 12 m keys: k-means++, then Lloyd steps. Distances are in the
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
     key's odds to be drawn are proportional to its squared distance to the mean key. Traced arrays
     have no values to inspect: they get exact attention. So do torch tensors while gradients are
@@ -164,29 +163,29 @@ def attention(
     diagonal is exact. Without a tolerance all heads are exact. Given the chosen methods (which
     rows of the whole sequence decide), output i depends on no later token.
 
-    *Search.* All heads are tried with m = 64. 64 exact rows give the error for every number of
-    exact clusters. Errors fall about with the square root of m at a given share of exact keys. So a
-    head may be tried once more, with the power of 2 of the least expected cost. If one of the two
-    promises to save a quarter of the time of exact attention, other rows judge it, as many as the
-    tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
+    *Search.* Heads are tried with m = 64. A few exact rows, a 64th of all, give the error for every
+    number of exact clusters. Errors fall about with the square root of m at a given share of exact
+    keys. So a head may be tried once more, with the power of 2 of the least expected cost. If one
+    of the two promises to be cheaper than exact attention, fresh rows judge the head, as many as
+    the tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
+    Exact rows are not thrown away: they are rows of the output, whether the head passes or not.
 
-    The first trial is made only if it takes at most 0.15 of the time of exact attention (causal: of
-    its square), and heads are tried until useless trials cost a call a tenth of exact attention.
-    Other heads and shorter sequences get exact attention directly. The squares of a
-    head share its tolerance: their squared errors sum to its square. The final output is judged by
-    other rows, at least twice as many.
+    The first trial is made only if it takes at most 0.2 of the time of exact attention (causal: of
+    its square). Useless work of a call, of trials and of judging, takes at most a tenth of exact
+    attention, plus what other heads save. Other heads and shorter sequences get exact attention
+    directly. The squares of a head share its tolerance: their squared errors sum to half of its
+    square. Their joint output is judged by fresh rows.
 
     *Error.* It is always estimated, from rows of exact attention that no choice of clusters
-    depends on: a 32nd of all, at least 64 and at most 256 a head, and up to a quarter if the
-    tolerance needs them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the
-    inverse odds. ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean
-    query.
+    depends on: a 32nd of all, at least 64 and at most 256 a head, and more if the tolerance needs
+    them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the inverse odds.
+    ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean query.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
-    probability of 0.95. The bound uses a rule
-    of three: rows that were not drawn count as wrong by the mean output, times 2 for their odds. It
-    may miss rows with larger errors. In full attention the same rows choose the number of exact
-    clusters and judge it.
+    probability of 0.95. The bound uses a rule of three: rows that were not drawn count as wrong by
+    the mean output, times 2 for their odds. It may miss rows with larger errors. In full attention
+    the same rows choose the number of exact clusters and judge it, from the most exact down to the
+    first that fails.
 
     The error of clusters is a bias and does not average out. Attention without structure
     (independent Gaussian keys with logits of standard deviation 1 and more) defeats every linear
@@ -229,24 +228,17 @@ def attention(
     if tolerance is not None:
         tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     given = Given(problem, key_mask, scale, tolerance, as_generator(rng), key_bias)
-    way = _way_to_choose(problem)
-    if way is None or not given.num_heads or not way.is_worth_a_search(given):
-        output = given.exact(range(given.num_heads))
-        heads = [HeadRecord.exact(problem)] * given.num_heads
+    # Lazy arrays have no values.
+    call = Call(given) if given.num_heads and not problem.policy.lazy else None
+    if call is None or not call.is_worth_a_search():
+        output, heads = given.exact(), [HeadRecord.exact(problem)] * given.num_heads
     else:
         with _dispatch.limited_threads():
-            output, heads = way.attend(given)
+            output, heads = call.attend()
         message = _warning(given, heads)
         if message:
             warnings.warn(message, UserWarning, stacklevel=_arrays.caller_level())
     return (output, make_report(problem, heads)) if return_report else output
-
-
-def _way_to_choose(problem: Problem) -> ModuleType | None:
-    """Return the function that chooses methods for the heads; None if nothing can be fitted."""
-    if problem.policy.lazy:
-        return None
-    return _causal if problem.sees.is_causal else _full
 
 
 def _warning(given: Given, heads: list[HeadRecord]) -> str:

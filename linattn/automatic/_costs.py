@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from math import prod
-from operator import add, mul
-from typing import NamedTuple, Self
+from operator import mul
+from typing import Any, NamedTuple, Self
 
 from linattn.typing import Problem
 
 __all__ = [
     "DRAWS",
     "LLOYD_STEPS",
-    "MAX_FEATURES",
     "MAX_PROMISED",
+    "MAX_VAIN",
     "MIN_FEATURES",
     "MIN_HELD_OUT",
     "SAMPLED_KEYS",
@@ -23,29 +23,25 @@ __all__ = [
     "may_be_in_vain",
     "num_rows_of",
     "read_work",
-    "rows_limit",
-    "spare_of",
 ]
 
-MIN_FEATURES, MAX_FEATURES = 64, 2048
-"""Clusters of the first trial, and the most of any."""
+MIN_FEATURES = 64
+"""Clusters of the first trial."""
 
-MAX_SEARCH = 0.15
+MAX_SEARCH = 0.2
 """Largest cost of a first trial, which may be useless, over the cost of exact attention."""
 
 MAX_VAIN = 0.1
-"""Cost of all useless trials of a call, less what other heads save, over exact attention."""
+"""Cost of all useless work of a call, less what other heads save, over exact attention."""
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 256
 """Bounds of the number of exact rows of a head, a 32nd of all, if its tolerance needs no more. The
 first of them judge a trial: estimates by 64 rows are off by some 10 %."""
 
-MAX_ROWS = 1 / 4
-"""Largest share of all queries that judge a head: more would take what clusters save."""
-
-MAX_PROMISED = 0.75
-"""Expected over known cost up to which more clusters are tried, and a head is judged by all of its
-rows. What promises less is as often slower: gains are mostly smaller than expected."""
+MAX_PROMISED = 0.85
+"""Expected over known cost up to which a head is judged, and its square that up to which other
+clusters are tried: gains are mostly smaller than expected. Larger or smaller numbers make MiniLM
+and Whisper slower at tolerances of .1 or of .05."""
 
 SAMPLED_KEYS, DRAWS, LLOYD_STEPS = 12, 8, 2
 """Keys sampled for each cluster, rounds in which the first centroids are drawn from them, and Lloyd
@@ -63,6 +59,8 @@ class Work(NamedTuple):
         Exact pairs, in blocks of queries by blocks of keys.
     features : float
         Pairs of a query or key with a cluster.
+    judged : float
+        Exact pairs summed by cluster.
     gathered : float
         Exact pairs after gathering queries and keys by cluster.
     chosen : float
@@ -79,6 +77,7 @@ class Work(NamedTuple):
 
     exact: float = 0.0
     features: float = 0.0
+    judged: float = 0.0
     gathered: float = 0.0
     chosen: float = 0.0
     distances: float = 0.0
@@ -91,54 +90,44 @@ class Work(NamedTuple):
         """All pairs."""
         return sum(self) - self.sampled - self.visits - self.heads
 
-    def plus(self, other: Work) -> Self:
+    def plus(self, *works: Work) -> Self:
         """Return the sum."""
-        return type(self)(*map(add, self, other))
+        return type(self)(*map(sum, zip(self, *works, strict=True)))
+
+    def times(self, factor: float) -> Self:
+        """Return a share of the work."""
+        return type(self)(*(factor * x for x in self))
 
 
-FIXED = Work(
-    exact=1.0,
-    features=1.5,
-    gathered=0.9,
-    chosen=4.0,
-    distances=0.6,
-    sampled=800.0,
-    visits=50.0,
-    heads=1e6,
-)
-OF_WIDTH = Work(
-    exact=0.024,
-    features=0.022,
-    gathered=0.042,
-    chosen=0.02,
-    distances=0.008,
-    sampled=2.0,
-    visits=1.0,
-    heads=0.0,
-)
-"""Nanoseconds of each kind on a core of an AMD EPYC: a constant, and a slope in ``d + e``, the
-numbers in a key and its value. Only ratios count. Fitted to calls with (d, e) of (4, 1), (16, 1),
-(32, 32) and (64, 64), and 64 and 256 clusters. Selection and gathers cost the same at any width,
-so that narrow heads gain less. A visit counts for a cluster of mean size: queries choose small
-ones."""
+TIMES = {
+    "exact": (1.0, 0.024),
+    "features": (1.5, 0.022),
+    "judged": (1.2, 0.029),
+    "gathered": (0.9, 0.042),
+    "chosen": (4.0, 0.02),
+    "distances": (0.6, 0.008),
+    "sampled": (800.0, 2.0),
+    "visits": (50.0, 1.0),
+    "heads": (1e6, 0.0),
+}
+"""Nanoseconds of each kind of work on a core of an AMD EPYC: a constant, and a slope in ``d + e``,
+the numbers in a key and its value. Only ratios count. Fitted to calls with (d, e) of (4, 1),
+(16, 1), (32, 32) and (64, 64), and 64 and 256 clusters. Selection and gathers cost the same at any
+width, so that narrow heads gain less. A visit counts for a cluster of mean size: queries choose
+small ones."""
 
 
-def cost_of(work: Work, problem: Problem) -> float:
+def cost_of(work: Work, problem: Problem) -> Any:
     """Return the number of exact pairs that take as long as some work."""
     width = problem.query.shape[-1] + problem.value.shape[-1]
-    times = [fixed + more * width for fixed, more in zip(FIXED, OF_WIDTH, strict=True)]
-    return float(sum(map(mul, work, times)) / times[0])
+    times = {kind: fixed + more * width for kind, (fixed, more) in TIMES.items()}
+    return sum(map(mul, work, times.values())) / times["exact"]
 
 
 def num_rows_of(problem: Problem) -> int:
     """Return the least number of exact rows that estimate the error of a head."""
     length = int(problem.query.shape[-2])
     return min(length, max(MIN_HELD_OUT, min(length // 32, MAX_HELD_OUT)))
-
-
-def rows_limit(problem: Problem) -> int:
-    """Return the largest number of exact rows that bound the error of a head."""
-    return max(num_rows_of(problem), int(MAX_ROWS * problem.query.shape[-2]))
 
 
 def exact_pairs(problem: Problem) -> float:
@@ -152,8 +141,7 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
     (S, d), e = problem.key.shape[-2:], problem.value.shape[-1]
     sampled = min(S, SAMPLED_KEYS * m)
     return Work(
-        # By cluster, as gathered keys.
-        gathered=float(num_rows * S),
+        judged=float(num_rows * S),
         # Keys are also sorted, and distances taken along coordinates.
         features=float(S * (m + 2 * d + e) + num_rows * m),
         distances=float((LLOYD_STEPS + 1) * sampled * m),
@@ -162,23 +150,18 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
     )
 
 
-def read_work(problem: Problem, m: int, share: float) -> Work:
-    """Return the work of attention with m clusters and a share of exact keys."""
+def read_work(problem: Problem, m: int, share: Any) -> Work:
+    """Return the work of attention with m clusters and a share of exact keys, or shares."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
     return Work(
         features=float(L * m),
         gathered=share * L * S,
-        chosen=float(L * m) if share else 0.0,
+        chosen=(share > 0) * float(L * m),
         visits=share * L * m,
     )
-
-
-def spare_of(problem: Problem, num_heads: int) -> float:
-    """Return the cost of trials that may be useless in one call."""
-    return MAX_VAIN * num_heads * exact_pairs(problem)
 
 
 def may_be_in_vain(problem: Problem, num_rows: int = MIN_HELD_OUT) -> bool:
     """Whether a useless first trial, judged by few rows, is cheap enough."""
     first = fit_work(problem, MIN_FEATURES, num_rows)
-    return cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem)
+    return bool(cost_of(first, problem) <= MAX_SEARCH * exact_pairs(problem))

@@ -16,13 +16,16 @@ from numpy.typing import NDArray
 from linattn.automatic._fit import TILE, Clusters
 from linattn.automatic._tokens import Head
 
-__all__ = ["ErrorCurve", "error_curve"]
+__all__ = ["PROBABILITY", "ErrorCurve", "error_curve"]
 
 Floats = NDArray[Any]
 
+PROBABILITY = 0.95
+"""Probability that a head meets the tolerance."""
+
 LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
 """Smallest log weight that is not clipped, and the range of the sums of weights of a row. A clipped
-weight is then lost in rounding, and no number leaves the range."""
+weight is then arbitrary in rounding, and no number leaves the range."""
 
 
 class ErrorCurve(NamedTuple):
@@ -30,32 +33,37 @@ class ErrorCurve(NamedTuple):
 
     Attributes
     ----------
-    error, bound : ndarray, (l,)
-        Relative output error on the held-out rows, and its upper bound.
+    error : ndarray, (l,)
+        Relative output error on the held-out rows.
+    likely : ndarray, (l,)
+        Bound of the error on other such rows, at a probability of 1 / 2.
+    bound : ndarray, (l,)
+        Bound of the error of all rows, drawn or not.
     share : ndarray, (l,)
         Share of all keys in the exact clusters, in the mean over rows.
     floor : float
-        Bound of rows without any error.
-    rows : int
-        Number of rows.
+        Squared bound of rows without any error, times their number.
+    exact : ndarray, (h, e), or None
+        Exact outputs of the rows.
     """
 
     error: NDArray[np.float64]
+    likely: NDArray[np.float64]
     bound: NDArray[np.float64]
     share: NDArray[np.float64]
     floor: float = 0.0
-    rows: int = 0
+    exact: Floats | None = None
 
 
 def error_curve(
-    head: Head, clusters: Clusters | None, scale: float, levels: tuple[int, ...], probability: float
+    head: Head, clusters: Clusters | None, scale: float, levels: tuple[int, ...]
 ) -> ErrorCurve:
     """Compute the error of one head on its held-out rows for each number of exact clusters.
 
-    Without keys there are no clusters, and no error. O(h S (d + e)) time, O(h C e) memory.
+    Without keys or rows there is no error. O(h S (d + e)) time, O(h C e) memory.
     """
-    if clusters is None:
-        return ErrorCurve(*np.zeros((3, len(levels))))
+    if clusters is None or not head.inside.any():
+        return ErrorCurve(*np.zeros((4, len(levels))))
     # Weights out of range make an error that is not finite, and is not taken.
     with np.errstate(all="ignore"):
         logs = head.query @ clusters.centre.T
@@ -67,30 +75,37 @@ def error_curve(
         parts = np.empty((len(levels), *exact.shape), exact.dtype)
         parts[:] = weights @ clusters.sums
         share = _add_clusters(parts, sums, weights, order, clusters, levels)
-        if head.beside is not None:
-            beside, log = head.beside
-            top = np.maximum(shift, log)
-            for x in (exact, parts):
-                x *= np.exp(shift - top)[:, None]
-                x += beside * np.exp(log - top)[:, None]
-        exact, parts = (x[..., :-1] / x[..., -1:] for x in (exact, parts))
-        wide = exact.astype(np.float64)
-        apart = parts - wide
-        squares, units = np.vecdot(apart, apart), np.vecdot(wide, wide)
-        unseen = head.unseen(wide) if head.beside is None else 0.0
-        error, bound = head.error_and_bound(squares, units, probability, unseen)
-        _, floor = head.error_and_bound(np.zeros_like(units), units, probability, unseen)
-        return ErrorCurve(error, bound, share, float(floor), len(head.rows))
+        if head.total is None:
+            output = (exact[:, :-1] / exact[:, -1:]).astype(np.float64)
+            units, unseen = np.vecdot(output, output), head.rows.unseen(output)
+            share_here = 1 / exact[:, -1:]
+        else:
+            output, units, unseen = head.total.output[head.inside], head.total.units, 0.0
+            share_here = np.exp(shift - head.total.log[head.inside])[:, None]
+        # The weights here change by so much of those of all keys.
+        parts -= exact
+        parts *= share_here
+        apart = (parts[..., :-1] - parts[..., -1:] * output) / (1 + parts[..., -1:])
+        squares = np.zeros((len(levels), len(head.inside)))
+        found = np.vecdot(apart, apart)
+        # All weights by clusters vanish beside exact ones: the output may be anything.
+        seen = np.isfinite(found)
+        squares[:, head.inside] = np.where(seen, found, 4 * np.vecdot(output, output))
+        error, likely = head.rows.error_and_bound(squares, units, 1 / 2)
+        _, bound = head.rows.error_and_bound(squares, units, PROBABILITY, unseen)
+        _, floor = head.rows.error_and_bound(0 * units, units, PROBABILITY, unseen)
+        bound = np.where(seen.all(axis=-1), bound, np.inf)
+        return ErrorCurve(error, likely, bound, share, float(floor**2 * len(units)), output)
 
 
 def _scores(head: Head, clusters: Clusters, logs: Floats, scale: float) -> Floats:
     """Return scores of clusters: those of the largest are exact. Own keys raise their clusters."""
     scores = logs + clusters.bias
-    if head.beside is None and head.diagonal is not None:
-        place = np.searchsorted(clusters.positions, head.rows)
+    if head.same_place is not None:
+        place = np.searchsorted(clusters.positions, head.rows.places)
         place = np.minimum(place, len(clusters.positions) - 1)
-        is_key = clusters.positions[place] == head.rows
-        diagonal = np.where(is_key, scale * np.vecdot(head.query, head.diagonal), -np.inf)
+        is_key = clusters.positions[place] == head.rows.places
+        diagonal = np.where(is_key, scale * np.vecdot(head.query, head.same_place), -np.inf)
         at = np.arange(len(scores)), clusters.of_key[place]
         scores[at] = np.maximum(scores[at], diagonal)
     return scores
@@ -128,7 +143,7 @@ def _sum_clusters(rows: Floats, clusters: Clusters, shift: Floats, sums: Floats)
             weights -= shift[tile]
             # Numbers that are not normal take ten times as long; a few keys tell.
             if weights[::8].min() < LEAST_LOG:
-                weights.clip(LEAST_LOG, np.inf, out=weights)
+                np.copyto(weights, -np.inf, where=weights < LEAST_LOG)
             np.exp(weights, out=weights)
             for i in range(begin, end):
                 of_cluster = weights[bounds[i] - start : bounds[i + 1] - start]

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
+from numpy.typing import NDArray
 
 from linattn._driver.problem import exact_problem
 from linattn.functional import softmax_attention
 from linattn.typing import Array, Problem
 
-__all__ = ["Given", "Heads", "join_heads"]
+__all__ = ["Given", "Heads", "Rows", "own_index", "rows_of"]
+
+Rows = slice | NDArray[np.intp]
 
 
 class Heads(NamedTuple):
@@ -40,36 +43,29 @@ class Given(NamedTuple):
         """Heads of the output."""
         return int(np.prod(self.problem.lead, dtype=np.int64))
 
-    def heads(self, chosen: Sequence[int]) -> Heads:
-        """Take some heads."""
+    @property
+    def heads(self) -> Heads:
+        """Arrays of all heads."""
         problem = self.problem
-        arrays = problem.query, problem.key, problem.value
-        if len(chosen) == self.num_heads:
-            return Heads(*arrays, self.key_mask, self.key_bias)
-        return self.flat_heads(chosen)
+        return Heads(problem.query, problem.key, problem.value, self.key_mask, self.key_bias)
 
-    def flat_heads(self, chosen: Sequence[int]) -> Heads:
-        """Take some heads, or all, with one leading axis."""
+    def only(self, chosen: Sequence[int]) -> Given:
+        """Return the arguments of some heads, with one leading axis."""
         problem = self.problem
         arrays = problem.query, problem.key, problem.value
         query, key, value = (self._taken(x, chosen) for x in arrays)
-        weights = (
+        mask, bias = (
             None if x is None else self._taken(x, chosen)[..., 0]
             for x in (problem.weights.key_mask, problem.weights.key_bias)
         )
-        return Heads(query, key, value, *weights)
-
-    def only(self, chosen: Sequence[int]) -> Given:
-        """Return the arguments of some heads."""
-        if len(chosen) == self.num_heads:
-            return self
-        return self._of(self.heads(chosen), is_causal=self.problem.sees.is_causal)
+        heads = Heads(query, key, value, mask, bias)
+        return self.of(heads, is_causal=problem.sees.is_causal)
 
     def with_bias_in_keys(self) -> Given:
         """Append the biases to the keys as a coordinate: ``s q.k + b = s (q, 1).(k, b / s)``."""
         if self.key_bias is None:
             return self
-        xp, heads = self.problem.xp, self.heads(range(self.num_heads))
+        xp, heads = self.problem.xp, self.heads
         query, key, bias = heads.query, heads.key, self.problem.weights.key_bias
         seen = xp.isfinite(bias)
         mask = seen[..., 0] if heads.key_mask is None else seen[..., 0] & heads.key_mask
@@ -82,16 +78,17 @@ class Given(NamedTuple):
             key_mask=mask,
             key_bias=None,
         )
-        return self._of(heads, is_causal=self.problem.sees.is_causal)
+        return self.of(heads, is_causal=self.problem.sees.is_causal)
 
-    def rectangle(self, rows: slice, keys: slice) -> Given:
+    def rectangle(self, rows: Rows, keys: slice) -> Given:
         """Return the arguments of full attention of some queries to some keys."""
-        query, key, value, mask, bias = self.heads(range(self.num_heads))
+        query, key, value, mask, bias = self.heads
         weights = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in (mask, bias))
-        heads = Heads(query[..., rows, :], key[..., keys, :], value[..., keys, :], *weights)
-        return self._of(heads, is_causal=False)
+        query = rows_of(self.problem.xp, query, rows)
+        heads = Heads(query, key[..., keys, :], value[..., keys, :], *weights)
+        return self.of(heads, is_causal=False)
 
-    def _of(self, heads: Heads, *, is_causal: bool) -> Given:
+    def of(self, heads: Heads, *, is_causal: bool) -> Given:
         problem = exact_problem(
             heads.query,
             heads.key,
@@ -104,35 +101,38 @@ class Given(NamedTuple):
         return self._replace(problem=problem, key_mask=heads.key_mask, key_bias=heads.key_bias)
 
     def _taken(self, x: Array, chosen: Sequence[int]) -> Array:
-        whole = self.problem.xp.broadcast_to(x, (*self.problem.lead, *x.shape[-2:]))
-        return self.flat(whole, chosen)
-
-    def flat(self, x: Array, chosen: Sequence[int]) -> Array:
-        """Take some elements of flattened leading axes."""
-        xp = self.problem.xp
-        index = xp.asarray(np.asarray(chosen), device=array_api_compat.device(x))
-        return xp.take(xp.reshape(x, (-1, *x.shape[-2:])), index, axis=0)
+        axes = tuple(x.shape[:-2])
+        places = [own_index(self.problem.lead, self.unravel(head), axes) for head in chosen]
+        return self.problem.xp.stack([x[(*place, ...)] for place in places], axis=0)
 
     def unravel(self, head: int) -> tuple[int, ...]:
         """Index of a head in the leading axes."""
         return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
 
-    def exact(self, chosen: Sequence[int], **options: Any) -> Any:
-        """Return exact attention of some heads, with options of ``softmax_attention``."""
-        query, key, value, mask, bias = self.heads(chosen)
-        options = {"is_causal": self.problem.sees.is_causal} | options
-        return softmax_attention(
-            query, key, value, key_mask=mask, key_bias=bias, scale=self.scale, **options
-        )
+    def exact(self, rows: Rows | None = None, *, want_log: bool = False) -> Any:
+        """Return exact attention of all heads, of ascending rows if some are given."""
+        query, key, value, mask, bias = self.heads
+        options: dict[str, Any] = {"is_causal": self.problem.sees.is_causal}
+        whole = rows is None or (isinstance(rows, slice) and rows == slice(0, query.shape[-2]))
+        if rows is not None and not whole:
+            query = rows_of(self.problem.xp, query, rows)
+            if options["is_causal"]:
+                options = {"key_stop": np.arange(key.shape[-2])[rows] + 1}
+        options |= {"scale": self.scale, "return_log_normalizer": want_log}
+        return softmax_attention(query, key, value, key_mask=mask, key_bias=bias, **options)
 
 
-def join_heads(given: Given, groups: list[tuple[Sequence[int], Array]]) -> Array:
-    """Put the outputs of groups of heads into the order of the heads."""
-    xp, lead = given.problem.xp, given.problem.lead
-    if len(groups) == 1:
-        output = groups[0][1]
-    else:
-        # Each is copied once.
-        parts = {head: part[i, ...] for heads, part in groups for i, head in enumerate(heads)}
-        output = xp.stack([parts[head] for head in sorted(parts)], axis=0)
-    return xp.reshape(output, (*lead, *output.shape[-2:]))
+def rows_of(xp: Any, x: Array, rows: Rows) -> Array:
+    """Take rows of an array: a view of those of a slice."""
+    if isinstance(rows, slice):
+        return x[..., rows, :]
+    index = xp.asarray(rows, device=array_api_compat.device(x))
+    return xp.take(x, index, axis=-2)
+
+
+def own_index(
+    lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the index of a head in leading axes that are broadcast."""
+    where = index[len(lead) - len(axes) :]
+    return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.automatic._costs import Work, exact_pairs
-from linattn.typing import Array, Problem
+from linattn.typing import Problem
 
-__all__ = ["Answer", "AttentionReport", "HeadRecord", "make_report"]
+__all__ = ["AttentionReport", "HeadRecord", "make_report"]
 
 
 class AttentionReport(NamedTuple):
@@ -97,13 +97,6 @@ class HeadRecord(NamedTuple):
     def exact(cls, problem: Problem) -> Self:
         """Return the record of exact attention without a search."""
         return cls(0, 0, 0.0, 0.0, Work(exact=exact_pairs(problem)))
-
-
-class Answer(NamedTuple):
-    """Output, and a record for each head."""
-
-    output: Array
-    heads: list[HeadRecord]
 
 
 def make_report(problem: Problem, heads: list[HeadRecord]) -> AttentionReport:

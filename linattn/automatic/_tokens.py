@@ -2,99 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays
+from linattn.automatic._heads import own_index
 from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
-__all__ = ["WEIGHTED", "Head", "HostTokens", "TokensOfHeads", "query_mask_of"]
+__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "query_mask_of"]
 
 Floats = NDArray[Any]
 
 MAX_MOMENTS = 1024
 """About how many queries tell the mean and covariance of a head."""
 
-WEIGHTED = 1 / 2
-"""Share of a row's odds that follow its leverage; the remainder is uniform."""
+
+class Rectangle(NamedTuple):
+    """Full attention of queries ``first`` to ``last`` to keys ``start`` to ``stop``."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
 
 
-class Head(NamedTuple):
-    """Unmasked tokens of one head.
+class Rows(NamedTuple):
+    """Queries that judge a head.
 
     Attributes
     ----------
-    rows : ndarray of int, (h,)
-        Positions of the held-out queries, perhaps with repetitions.
-    query : ndarray, (h, d)
-        The held-out queries.
-    positions : ndarray of int, (S,)
-        Positions of the unmasked keys.
-    key : ndarray, (S, d)
-        The unmasked keys.
-    values_and_one : ndarray, (S, e + 1)
-        Their values, with a column of ones.
-    all_rows : bool
-        Whether the rows are all unmasked queries.
-    row_weights : ndarray, (h + n,), or None
-        Mean odds over the odds of each row; None for equal odds.
-    diagonal : ndarray, (h, d), or None
-        The key at the position of each row, masked or not; None if L differs from S.
-    beside : tuple of ndarray (h, e + 1), (h,), or None
-        Sums of values and ones over keys that are exact in any case, in units of exp(the second
-        array); None if there are no such keys.
-    elsewhere : ndarray, (n,), or None
-        Squared exact outputs of rows of the same head that do not see these keys.
+    places : ndarray of int, (h,)
+        Ascending positions, perhaps with repetitions.
+    weights : ndarray, (h,), or None
+        Mean odds over the odds of each row; None if these are all unmasked queries.
     """
 
-    rows: NDArray[np.intp]
-    query: Floats
-    positions: NDArray[np.intp]
-    key: Floats
-    values_and_one: Floats
-    all_rows: bool
-    row_weights: NDArray[np.float64] | None = None
-    diagonal: Floats | None = None
-    beside: tuple[Floats, Floats] | None = None
-    elsewhere: NDArray[np.float64] | None = None
+    places: NDArray[np.intp]
+    weights: NDArray[np.float64] | None
 
     def unseen(self, exact: Floats) -> Any:
         """Bound the weighed square of a row that was not drawn, from the drawn exact outputs."""
-        if self.row_weights is None:
-            return mean_distance(exact)
-        return mean_distance(exact, self.row_weights[: len(exact)]) / (1 - WEIGHTED)
+        if self.weights is None:
+            return 0.0
+        # No odds are below half of the mean.
+        return 2 * mean_distance(exact, self.weights)
 
     def error_and_bound(
         self, squares: Floats, units: Floats, probability: float, unseen: Any = 0.0
     ) -> Any:
         """Return the relative error and its bound, from squared errors of the rows."""
-        if self.elsewhere is not None:
-            there = np.broadcast_to(self.elsewhere, (*squares.shape[:-1], len(self.elsewhere)))
-            squares = np.concatenate([squares, np.zeros_like(there)], axis=-1)
-            units = np.concatenate([units, self.elsewhere])
-        if self.row_weights is not None:
-            squares, units = squares * self.row_weights, units * self.row_weights
-        return error_and_bound(squares, units, None if self.all_rows else probability, unseen)
+        if self.weights is None:
+            return error_and_bound(squares, units, None)
+        return error_and_bound(squares * self.weights, units * self.weights, probability, unseen)
 
 
-class TokensOfHeads(Protocol):
-    """Interface of the tokens that a search reads."""
+class Total(NamedTuple):
+    """Exact outputs of rows over all keys that they see, and their log normalizers."""
 
-    def head(self, index: tuple[int, ...], num_rows: int) -> Head:
-        """Return the tokens of a head, with about so many held-out rows."""
-        ...
+    output: NDArray[np.float64]
+    """``(h, e)``."""
+    log: Floats
+    """``(h,)``."""
+    units: NDArray[np.float64]
+    """``(h,)``: squared outputs, with a limit."""
 
-    def queries(self, index: tuple[int, ...]) -> Floats:
-        """Return the queries that clusters of a head are for, or some of them."""
-        ...
+
+class Head(NamedTuple):
+    """Unmasked keys of one head in a rectangle, and the rows that judge it.
+
+    Attributes
+    ----------
+    rows : Rows
+        All rows of the head, inside the rectangle and outside.
+    inside : ndarray of bool, (h,)
+        Which of them are in the rectangle: n.
+    query : ndarray, (n, d)
+        These queries.
+    positions : ndarray of int, (S,)
+        Positions of the unmasked keys, from the first key of the rectangle.
+    key : ndarray, (S, d)
+        The unmasked keys.
+    values_and_one : ndarray, (S, e + 1)
+        Their values, with a column of ones.
+    same_place : ndarray, (n, d), or None
+        The key at the position of each row, masked or not; None if it counts in no choice.
+    total : Total or None
+        Of all rows, over more keys than these; None if these are all.
+    """
+
+    rows: Rows
+    inside: NDArray[np.bool_]
+    query: Floats
+    positions: NDArray[np.intp]
+    key: Floats
+    values_and_one: Floats
+    same_place: Floats | None = None
+    total: Total | None = None
 
 
 class HostTokens:
-    """Tokens of a problem on the host, and held-out rows, with the same noise for all heads.
+    """Tokens of a problem on the host, and held-out rows.
 
     Parameters
     ----------
@@ -118,26 +128,28 @@ class HostTokens:
         length = problem.query.shape[-2]
         valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
         self._valid = np.broadcast_to(valid, (*self._query.shape[:-2], length))
-        self._noise: dict[int, NDArray[np.float64]] = {}
+        # Odds of the last head.
+        self._line: tuple[Any, ...] = (None,)
 
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        """Iterate over the heads."""
-        return iter(np.ndindex(self.lead))
-
-    def head(self, index: tuple[int, ...], num_rows: int) -> Head:
-        """Return the tokens of a head; all its rows if these are less than twice as many."""
-        query, key, value = (
+    def head(
+        self, index: tuple[int, ...], rows: Rows, where: Rectangle, total: Total | None = None
+    ) -> Head:
+        """Return the keys of a head in a rectangle, and the rows in it."""
+        query, whole, value = (
             _of_head(x, self.lead, index, 2) for x in (self._query, self._key, self._value)
         )
-        rows, weights = self._drawn(index, query, num_rows)
-        diagonal = key[rows] if len(key) == len(query) else None
+        keys, places = slice(where.start, where.stop), rows.places
+        inside = (places >= where.first) & (places < where.last)
+        key, value = whole[keys], value[keys]
         positions = np.arange(len(key))
         if self._key_mask is not None:
-            positions = np.flatnonzero(_of_head(self._key_mask, self.lead, index, 1))
+            mask = _of_head(self._key_mask, self.lead, index, 1)
+            positions = np.flatnonzero(np.broadcast_to(mask, len(whole))[keys])
             key, value = key[positions], value[positions]
         values_and_one = np.concatenate([value, np.ones_like(value[:, :1])], axis=-1)
-        tokens = positions, key, values_and_one
-        return Head(rows, query[rows], *tokens, weights is None, weights, diagonal)
+        same_place = whole[places] if total is None and len(whole) == len(query) else None
+        tokens = query[places[inside]], positions, key, values_and_one
+        return Head(rows, inside, *tokens, same_place, total)
 
     def queries(self, index: tuple[int, ...], among: slice = slice(None)) -> Floats:
         """Return some of the unmasked queries of a head; of all, if these are masked."""
@@ -147,29 +159,28 @@ class HostTokens:
         return np.asarray(query[rows[::step]]) if len(rows) else np.zeros_like(query[:1])
 
     def _valid_of(self, index: tuple[int, ...]) -> NDArray[np.bool_]:
-        return np.asarray(self._valid[_own_index(self.lead, index, self._query.shape[:-2])])
+        return np.asarray(self._valid[own_index(self.lead, index, self._query.shape[:-2])])
 
-    def _drawn(
-        self, index: tuple[int, ...], query: Floats, num_rows: int
-    ) -> tuple[NDArray[np.intp], NDArray[np.float64] | None]:
-        """Draw rows of a head, ascending, and their weights; all rows, and None, if they are few.
+    def rows(self, index: tuple[int, ...], num_rows: int) -> Rows:
+        """Draw rows of a head, ascending, and their weights; all rows if they are no more.
 
         Queries are sorted by their odds, and laid out on a line as intervals of that length. The
         line has one stratum for each row, and one query is drawn from each. So outliers are drawn
         even if they are few.
         """
         valid = np.flatnonzero(self._valid_of(index))
-        if len(valid) <= 2 * num_rows:
-            return valid, None
-        if num_rows not in self._noise:
-            self._noise[num_rows] = self._generator.random(num_rows)
-        odds = 1 - WEIGHTED + WEIGHTED * _leverage(query.take(valid, axis=0))
-        order = np.argsort(odds, kind="stable")
-        ends = np.cumsum(odds[order])
-        strata = (np.arange(num_rows) + self._noise[num_rows]) * (ends[-1] / num_rows)
+        if len(valid) <= num_rows:
+            return Rows(valid, None)
+        if self._line[0] != index:
+            query = _of_head(self._query, self.lead, index, 2).take(valid, axis=0)
+            odds = (1 + _leverage(query)) / 2
+            order = np.argsort(odds, kind="stable")
+            self._line = index, odds, order, np.cumsum(odds[order])
+        _, odds, order, ends = self._line
+        strata = (np.arange(num_rows) + self._generator.random(num_rows)) * (ends[-1] / num_rows)
         places = np.minimum(np.searchsorted(ends, strata, side="right"), len(valid) - 1)
         drawn = np.sort(order[places])
-        return valid[drawn], 1 / odds[drawn]
+        return Rows(valid[drawn], 1 / odds[drawn])
 
 
 def _leverage(query: Floats) -> NDArray[np.float64]:
@@ -195,15 +206,7 @@ def _host(x: Array, problem: Problem) -> Floats:
 
 
 def _of_head(x: Floats, lead: tuple[int, ...], index: tuple[int, ...], trailing: int) -> Floats:
-    return np.asarray(x[_own_index(lead, index, x.shape[: x.ndim - trailing])])
-
-
-def _own_index(
-    lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the index of a head in leading axes that are broadcast."""
-    where = index[len(lead) - len(axes) :]
-    return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))
+    return np.asarray(x[own_index(lead, index, x.shape[: x.ndim - trailing])])
 
 
 def query_mask_of(problem: Problem, key_mask: Array | None) -> Array | None:
