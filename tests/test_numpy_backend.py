@@ -1001,12 +1001,7 @@ def test_later_keys_of_softmax_attention_with_larger_logits(is_causal, dtype, mo
     largest = np.log(np.finfo(dtype).max)
     rng = np.random.default_rng(0)
     n = 1200
-    for growth, is_within in (
-        (0, True),
-        (largest - 20, True),
-        (largest + 2, False),
-        (3 * largest, False),
-    ):
+    for growth in (0, largest - 20, largest + 2, 3 * largest):
         query, (key, value) = np.ones((n, 2)), rng.standard_normal((2, n, 2))
         key *= 0.1
         # Later keys first where causal rows go on from their own block to earlier ones.
@@ -1016,7 +1011,7 @@ def test_later_keys_of_softmax_attention_with_larger_logits(is_causal, dtype, mo
         want = linattn.reference.softmax_attention(*arrays, scale=1.0, is_causal=is_causal)
         agree(out, want, (20 + growth) * np.finfo(dtype).eps)
         assert added
-        assert all(added) == is_within
+        assert all(added)
         added.clear()
 
 
