@@ -158,6 +158,10 @@ def test_rows_that_judged_a_head_are_kept(eager, monkeypatch, is_causal, near):
         assert rows == [length - len(kept[0]), length - len(kept[1])]
     whole = linattn.softmax_attention(*arrays, is_causal=is_causal)
     for head in range(2):
+        if near and is_causal:
+            # Which rows judge depends on later tokens, so that no output may tell.
+            assert not len(kept[head])
+            continue
         assert len(kept[head]) > 60
         some = kept[head] if near else slice(None)
         assert_allclose(output[head, some], whole[head, some], rtol=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import linattn
 from tests.attentions import Attention, every_attention, tokens
 
 
@@ -48,3 +49,21 @@ def test_other_batch_entries_do_not_matter(attend):
     changed = attend(query, key, value)
     attend.check(changed[:1], query[:1], key[:1], value[:1], tolerance=1e-5)
     np.testing.assert_allclose(changed[0], out[0], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_to_a_tolerance_ignores_later_tokens(monkeypatch):
+    """The same methods: rows that judge a head must not show in the outputs of earlier tokens."""
+    monkeypatch.setattr("linattn.automatic._costs.MAX_SEARCH", 1.0)
+    monkeypatch.setattr("linattn.automatic._call.MAX_VAIN", 2.0)
+    rng = np.random.default_rng(0)
+    which = rng.integers(12, size=4096)
+    qkv = rng.standard_normal((3, 1, 12, 16))[:, :, which] + 0.3 * rng.standard_normal(
+        (3, 1, 4096, 16)
+    )
+    changed = qkv * np.where(np.arange(4096) < 2500, 1, 1.02)[:, None]
+    options = dict(is_causal=True, tolerance=0.5, rng=0, return_report=True)
+    (before, report), (after, other) = (linattn.attention(*x, **options) for x in (qkv, changed))
+    assert report.head_clusters == other.head_clusters
+    assert report.head_features == other.head_features == 64
+    np.testing.assert_allclose(after[:, :2500], before[:, :2500], rtol=1e-9, atol=1e-12)
+    assert np.abs(after - before).max() > 1e-3

@@ -168,7 +168,8 @@ def attention(
     keys. So a head may be tried once more, with the power of 2 of the least expected cost. If one
     of the two promises to be cheaper than exact attention, fresh rows judge the head, as many as
     the tolerance needs, and the cheapest number of exact clusters within the tolerance is taken.
-    Exact rows are not thrown away: they are rows of the output, whether the head passes or not.
+    Exact rows are not thrown away: they are rows of the output, whether the head passes or not. Of
+    a causal head that passes they are not, as later tokens change which rows are drawn.
 
     The first trial is made only if it takes at most 0.2 of the time of exact attention (causal: of
     its square). Useless work of a call, of trials and of judging, takes at most a tenth of exact

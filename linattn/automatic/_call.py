@@ -221,7 +221,8 @@ class Call:
         sizes = [(x.trial.num_features, x.num_exact) for x in choices.values()]
         m, count = (max(x) for x in zip(*sizes, strict=True))
         record = HeadRecord(m, count, error, bound, work.plus(rest))
-        return _Found(choices, record, places, exact)
+        # Which rows are drawn depends on later tokens, so that earlier ones must not tell.
+        return _Found(choices, record, *(() if self._is_causal else (places, exact)))
 
     def _with_judged_level(
         self, index: tuple[int, ...], rows: Rows, where: Rectangle, choice: Choice
