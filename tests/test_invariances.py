@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -61,7 +63,7 @@ def test_attention_to_a_tolerance_ignores_later_tokens(monkeypatch):
         (3, 1, 4096, 16)
     )
     changed = qkv * np.where(np.arange(4096) < 2500, 1, 1.02)[:, None]
-    options = dict(is_causal=True, tolerance=0.5, rng=0, return_report=True)
+    options: Any = dict(is_causal=True, tolerance=0.5, rng=0, return_report=True)
     (before, report), (after, other) = (linattn.attention(*x, **options) for x in (qkv, changed))
     assert report.head_clusters == other.head_clusters
     assert report.head_features == other.head_features == 64
