@@ -79,6 +79,16 @@ def test_useless_work_costs_at_most_a_tenth(monkeypatch, seed):
     assert_array_less(error(output, exact), 0.3)
 
 
+def test_a_head_is_not_judged_where_that_may_cost_too_much(monkeypatch):
+    """One head, whose trial has taken most of what may be in vain."""
+    query, key, value = clustered(5600, heads=1, dim=32, dtype=np.float32)
+    judged = []
+    monkeypatch.setattr(_call.Call, "_judged", lambda *args: judged.append(args))
+    with pytest.warns(UserWarning, match="takes exact attention, in quadratic"):
+        linattn.attention(query, key, value - value.mean(), tolerance=0.06, rng=0)
+    assert not judged
+
+
 def test_heads_are_not_tried_once_many_trials_were_in_vain(monkeypatch):
     """Together they cost a call no more than a tenth of exact attention."""
     arrays = [np.repeat(x[:1], 12, axis=0) for x in unstructured(4200, (1,))]
