@@ -412,8 +412,10 @@ def test_what_is_judged_is_what_is_computed(length, generic, seen):
         exact_problem(query, key, value, is_causal=False, **options), mask, 0.5, 0.1, rng, bias
     )
     exact, wide = linattn.softmax_attention(query, key, value, **options), given.with_bias_in_keys()
-    counts, where = _tokens.query_mask_of(given.problem, mask), _tokens.Rectangle(0, length, 0, 300)
-    tokens = _tokens.HostTokens(wide.problem, counts, rng)
+    where, tokens = (
+        _tokens.Rectangle(0, length, 0, 300),
+        _tokens.HostTokens(wide.problem, mask, rng),
+    )
     heads = [tokens.head((h,), tokens.rows((h,), 300), where) for h in range(2)]
     levels = tuple(range(5))
     for level in levels:
@@ -428,7 +430,7 @@ def test_what_is_judged_is_what_is_computed(length, generic, seen):
             output = _rectangles.attend(wide, choices, slice(0, length))
             few = _rectangles.attend(wide, choices, np.arange(0, length, 3))
         assert_allclose(few, output[:, ::3], rtol=1e-9)
-        of = np.ones((2, length), bool) if counts is None else counts
+        of = np.ones((2, length), bool) if mask is None or length != 300 else mask
         apart = [error(x[m], y[m]) for x, y, m in zip(output, exact, of, strict=True)]
         assert_allclose([curve.error[level] for curve in curves], apart, rtol=1e-6)
 
@@ -618,13 +620,12 @@ def test_errors(options, kind, match):
 
 @full_and_causal
 @pytest.mark.parametrize("tolerance", [0.1, None])
-@pytest.mark.parametrize("what", ["nan_key", "nan_value", "inf_value"])
+@pytest.mark.parametrize("what", ["nan_query", "nan_key", "nan_value", "inf_value"])
 def test_a_head_that_is_not_finite_is_exact_and_no_other_is(eager, is_causal, tolerance, what):
     query, key, value = clustered(3000, heads=3, dtype=np.float32)
-    if what == "nan_key":
-        key[1, 5, 3] = np.nan
-    else:
-        value[1, 5, 3] = {"nan_value": np.nan, "inf_value": np.inf}[what]
+    of = {"query": query, "key": key, "value": value}
+    number, name = what.split("_")
+    of[name][1, 5, 3] = float(number)
     options: Any = dict(is_causal=is_causal, tolerance=tolerance, return_report=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="tolerance=")
@@ -635,6 +636,15 @@ def test_a_head_that_is_not_finite_is_exact_and_no_other_is(eager, is_causal, to
     exact = linattn.softmax_attention(query, key, value, is_causal=is_causal)
     assert_allclose(output[1], exact[1], rtol=1e-5)
     assert_array_less(error(output[::2], exact[::2]), 0.1)
+
+
+def test_queries_out_of_range_are_exact(eager):
+    """Covariances overflow, and so do the scores of clusters."""
+    query, key, value = clustered(3000, dtype=np.float32)
+    arrays = 1e25 * query, key, value
+    output, report = linattn.attention(*arrays, tolerance=None, rng=0, return_report=True)
+    assert report.method == "exact"
+    assert_allclose(output, linattn.softmax_attention(*arrays), rtol=1e-6)
 
 
 def test_far_look_ups_are_judged_as_they_are_computed():

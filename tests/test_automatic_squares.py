@@ -11,7 +11,7 @@ import linattn
 from linattn._driver.problem import exact_problem
 from linattn.automatic import _call, _costs, _rectangles, _search
 from linattn.automatic._heads import Given
-from linattn.automatic._tokens import HostTokens, Rectangle, query_mask_of
+from linattn.automatic._tokens import HostTokens, Rectangle
 from tests.attentions import assert_at_most
 
 LENGTH, SQUARES = 400, [(0, 200, 400), (0, 100, 200), (200, 300, 400)]
@@ -38,8 +38,7 @@ def squares_with(monkeypatch, given, level, num_rows=64, squares=SQUARES, featur
     }
     monkeypatch.setattr(_call, "rectangles_of", lambda *args: problems)
     call, chosen, totals = _call.Call(given), [], []
-    mask = query_mask_of(given.problem, given.key_mask)
-    call._tokens = HostTokens(call._problem, mask, given.generator)
+    call._tokens = HostTokens(call._problem, given.key_mask, given.generator)
     for number in range(given.num_heads):
         index = given.unravel(number)
         rows = call._tokens.rows(index, num_rows)

@@ -40,7 +40,7 @@ from linattn.automatic._search import (
     Trial,
     search,
 )
-from linattn.automatic._tokens import HostTokens, Rectangle, Rows, Total, query_mask_of
+from linattn.automatic._tokens import HostTokens, Rectangle, Rows, Total
 from linattn.typing import Array, Problem
 
 __all__ = ["Call"]
@@ -119,8 +119,7 @@ class Call:
     def attend(self) -> tuple[Array, list[HeadRecord]]:
         """Attend to all heads; return a record for each."""
         given, wide = self._given, self._wide
-        mask = query_mask_of(given.problem, given.key_mask)
-        self._tokens = HostTokens(wide.problem, mask, given.generator)
+        self._tokens = HostTokens(wide.problem, given.key_mask, given.generator)
         found = [self._head(number) for number in range(given.num_heads)]
         near = [head for head, x in enumerate(found) if x.choices]
         none = [head for head, x in enumerate(found) if not x.choices and x.exact is None]

@@ -60,10 +60,13 @@ def error_curve(
 ) -> ErrorCurve:
     """Compute the error of one head on its held-out rows for each number of exact clusters.
 
-    Without keys or rows there is no error. O(h S (d + e)) time, O(h C e) memory.
+    Without keys or rows there is no error; it is infinite for clusters that are not finite.
+    O(h S (d + e)) time, O(h C e) memory.
     """
     if clusters is None or not head.inside.any():
         return ErrorCurve(*np.zeros((4, len(levels))))
+    if not (clusters.bias < np.inf).all():
+        return ErrorCurve(*np.full((4, len(levels)), np.inf))
     # Weights out of range make an error that is not finite, and is not taken.
     with np.errstate(all="ignore"):
         logs = head.query @ clusters.centre.T
@@ -161,8 +164,6 @@ def _add_clusters(
 ) -> NDArray[np.float64]:
     """Replace the parts of the best clusters by exact parts; return their share of the keys."""
     most = min(max(levels), len(clusters.starts))
-    if not most:
-        return np.zeros(len(levels))
     best, rows = np.ascontiguousarray(order[:, :most].T), np.arange(len(order))
     gained = sums.reshape(-1, parts.shape[-1]).take(best * len(rows) + rows, axis=0)
     gained -= weights[rows, best][..., None] * clusters.sums.take(best, axis=0)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.automatic._costs import DRAWS, LLOYD_STEPS, SAMPLED_KEYS
-from linattn.automatic._tokens import Head
+from linattn.automatic._tokens import Head, about_mean, draw
 from linattn.feature_maps._clusters import centroids, nearest
 
 __all__ = ["TILE", "Clusters"]
@@ -104,11 +104,10 @@ def _moments(query: Floats, scale: float) -> tuple[Floats, Floats]:
 
     ``|(k - k') R|^2`` is the variance over queries of the difference of two keys' logits.
     """
-    x = query.astype(np.float64)
-    mean = x.mean(axis=0)
-    x = scale * (x - mean)
-    values, axes = np.linalg.eigh(x.T @ x / len(x))
-    return mean, axes * np.sqrt(np.maximum(values, 0))
+    mean, unit, square = about_mean(query)[1:]
+    # A mean that is not finite makes clusters that are not, and is not taken.
+    values, axes = np.linalg.eigh(np.nan_to_num(square) / len(query))
+    return mean, scale * unit * axes * np.sqrt(np.maximum(values, 0))
 
 
 def _centroids(y: Floats, m: int, generator: np.random.Generator) -> Floats:
@@ -126,9 +125,7 @@ def _centroids(y: Floats, m: int, generator: np.random.Generator) -> Floats:
     squares = np.vecdot(y, y).astype(np.float64)
     odds = (1 + squares / (squares.mean() or 1)) / 2 if len(y) > num else np.ones(len(y))
     if len(y) > num:
-        ends = np.cumsum(odds)
-        strata = (np.arange(num) + noise) * (ends[-1] / num)
-        drawn = np.minimum(np.searchsorted(ends, strata, side="right"), len(y) - 1)
+        drawn = draw(odds, noise)
         y, odds = y.take(drawn, axis=0), odds[drawn]
     weights, metric = (1 / odds).astype(y.dtype), np.eye(y.shape[-1])
     return centroids(y, weights, metric, gumbel, m, steps=LLOYD_STEPS, rounds=DRAWS)

@@ -13,9 +13,9 @@ from linattn._driver.problem import exact_problem
 from linattn.functional import softmax_attention
 from linattn.typing import Array, Problem
 
-__all__ = ["Given", "Heads", "Rows", "own_index", "rows_of"]
+__all__ = ["Given", "Heads", "Places", "own_index", "rows_of"]
 
-Rows = slice | NDArray[np.intp]
+Places = slice | NDArray[np.intp]
 
 
 class Heads(NamedTuple):
@@ -80,7 +80,7 @@ class Given(NamedTuple):
         )
         return self.of(heads, is_causal=self.problem.sees.is_causal)
 
-    def rectangle(self, rows: Rows, keys: slice) -> Given:
+    def rectangle(self, rows: Places, keys: slice) -> Given:
         """Return the arguments of full attention of some queries to some keys."""
         query, key, value, mask, bias = self.heads
         weights = (x if x is None or x.shape[-1] == 1 else x[..., keys] for x in (mask, bias))
@@ -109,7 +109,7 @@ class Given(NamedTuple):
         """Index of a head in the leading axes."""
         return tuple(int(i) for i in np.unravel_index(head, self.problem.lead))
 
-    def exact(self, rows: Rows | None = None, *, want_log: bool = False) -> Any:
+    def exact(self, rows: Places | None = None, *, want_log: bool = False) -> Any:
         """Return exact attention of all heads, of ascending rows if some are given."""
         query, key, value, mask, bias = self.heads
         options: dict[str, Any] = {"is_causal": self.problem.sees.is_causal}
@@ -122,7 +122,7 @@ class Given(NamedTuple):
         return softmax_attention(query, key, value, key_mask=mask, key_bias=bias, **options)
 
 
-def rows_of(xp: Any, x: Array, rows: Rows) -> Array:
+def rows_of(xp: Any, x: Array, rows: Places) -> Array:
     """Take rows of an array: a view of those of a slice."""
     if isinstance(rows, slice):
         return x[..., rows, :]

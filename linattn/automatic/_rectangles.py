@@ -19,7 +19,7 @@ from linattn._driver import forward
 from linattn._driver.clusters import AssignedKeys
 from linattn._driver.problem import linear_problem
 from linattn.automatic._costs import may_be_in_vain
-from linattn.automatic._heads import Given, Rows, rows_of
+from linattn.automatic._heads import Given, Places, rows_of
 from linattn.automatic._search import Choice
 from linattn.automatic._tokens import Rectangle
 from linattn.feature_maps import LandmarkFeatures
@@ -49,7 +49,7 @@ def rectangles_of(given: Given, num_rows: int) -> dict[Rectangle, Problem]:
     return found
 
 
-def attend(given: Given, choices: Sequence[Choices], rows: Rows) -> Array:
+def attend(given: Given, choices: Sequence[Choices], rows: Places) -> Array:
     """Return ascending rows of attention by clusters; ``given`` has one leading axis."""
     length = int(given.problem.query.shape[-2])
     places = np.arange(length)[rows]
@@ -83,7 +83,7 @@ def _triangle(
     return xp.concat(outputs, axis=-2), xp.concat(logs, axis=-1)
 
 
-def _as_slice(places: Any) -> Rows:
+def _as_slice(places: Any) -> Places:
     """Return consecutive places as a slice, whose rows are a view."""
     if len(places) and np.array_equal(places, np.arange(places[0], places[0] + len(places))):
         return slice(int(places[0]), int(places[-1]) + 1)

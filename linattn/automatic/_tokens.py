@@ -12,12 +12,9 @@ from linattn.automatic._heads import own_index
 from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
-__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "query_mask_of"]
+__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "about_mean", "draw"]
 
 Floats = NDArray[Any]
-
-MAX_MOMENTS = 1024
-"""About how many queries tell the mean and covariance of a head."""
 
 
 class Rectangle(NamedTuple):
@@ -110,14 +107,14 @@ class HostTokens:
     ----------
     problem : Problem
         Problem of exact attention, without biases of keys.
-    query_mask : boolean array or None
-        Unmasked queries, of shape (L,) or with leading axes.
+    key_mask : boolean array or None
+        As the caller gave it. If L = S, it masks queries too.
     generator : Generator
         Draws the rows.
     """
 
     def __init__(
-        self, problem: Problem, query_mask: Array | None, generator: np.random.Generator
+        self, problem: Problem, key_mask: Array | None, generator: np.random.Generator
     ) -> None:
         self.lead, self._generator = problem.lead, generator
         self._query, self._key, self._value = (
@@ -125,9 +122,9 @@ class HostTokens:
         )
         mask = problem.weights.key_mask
         self._key_mask = None if mask is None else _arrays.to_numpy(mask)[..., 0]
-        length = problem.query.shape[-2]
-        valid = np.ones(1, bool) if query_mask is None else _arrays.to_numpy(query_mask)
-        self._valid = np.broadcast_to(valid, (*self._query.shape[:-2], length))
+        L, S = problem.query.shape[-2], problem.key.shape[-2]
+        valid = np.ones(1, bool) if key_mask is None or L != S else _arrays.to_numpy(key_mask)
+        self._valid = np.broadcast_to(valid, (*valid.shape[:-1], L))
         # Odds of the last head.
         self._line: tuple[Any, ...] = (None,)
 
@@ -152,35 +149,34 @@ class HostTokens:
         return Head(rows, inside, *tokens, same_place, total)
 
     def queries(self, index: tuple[int, ...], among: slice = slice(None)) -> Floats:
-        """Return some of the unmasked queries of a head; of all, if these are masked."""
+        """Return the unmasked queries of a head; a row of zeros if there is none."""
         query = _of_head(self._query, self.lead, index, 2)[among]
-        rows = np.flatnonzero(self._valid_of(index)[among])
-        step = max(1, len(rows) // MAX_MOMENTS)
-        return np.asarray(query[rows[::step]]) if len(rows) else np.zeros_like(query[:1])
-
-    def _valid_of(self, index: tuple[int, ...]) -> NDArray[np.bool_]:
-        return np.asarray(self._valid[own_index(self.lead, index, self._query.shape[:-2])])
+        query = query[_of_head(self._valid, self.lead, index, 1)[among]]
+        return query if len(query) else np.zeros_like(query, shape=(1, query.shape[-1]))
 
     def rows(self, index: tuple[int, ...], num_rows: int) -> Rows:
         """Draw rows of a head, ascending, and their weights; all rows if they are no more.
 
-        Queries are sorted by their odds, and laid out on a line as intervals of that length. The
-        line has one stratum for each row, and one query is drawn from each. So outliers are drawn
-        even if they are few.
+        Queries are drawn in the order of their odds, so that outliers are even if they are few.
         """
-        valid = np.flatnonzero(self._valid_of(index))
+        valid = np.flatnonzero(_of_head(self._valid, self.lead, index, 1))
         if len(valid) <= num_rows:
             return Rows(valid, None)
         if self._line[0] != index:
             query = _of_head(self._query, self.lead, index, 2).take(valid, axis=0)
             odds = (1 + _leverage(query)) / 2
             order = np.argsort(odds, kind="stable")
-            self._line = index, odds, order, np.cumsum(odds[order])
-        _, odds, order, ends = self._line
-        strata = (np.arange(num_rows) + self._generator.random(num_rows)) * (ends[-1] / num_rows)
-        places = np.minimum(np.searchsorted(ends, strata, side="right"), len(valid) - 1)
-        drawn = np.sort(order[places])
+            self._line = index, odds, order
+        _, odds, order = self._line
+        drawn = np.sort(order[draw(odds[order], self._generator.random(num_rows))])
         return Rows(valid[drawn], 1 / odds[drawn])
+
+
+def draw(odds: NDArray[np.float64], noise: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Draw one number from each of equal strata of a line, on which each has its odds in turn."""
+    ends = np.cumsum(odds)
+    strata = (np.arange(len(noise)) + noise) * (ends[-1] / len(noise))
+    return np.asarray(np.minimum(np.searchsorted(ends, strata, side="right"), len(odds) - 1))
 
 
 def _leverage(query: Floats) -> NDArray[np.float64]:
@@ -189,15 +185,22 @@ def _leverage(query: Floats) -> NDArray[np.float64]:
     The leverages ``x.((X^T X)^-1 x)`` sum to d. Queries that alone span a direction share a
     leverage of 1.
     """
-    x = query - query.mean(axis=0)
-    x /= np.abs(x).max() or 1
-    square = (x.T @ x).astype(np.float64)
+    x, _, _, square = about_mean(query)
     d, trace = len(square), np.trace(square)
     if not 0 < trace < np.inf:
         return np.ones(len(x))
     inverse = np.linalg.inv(square + 1e-6 * trace / d * np.eye(d)).astype(x.dtype)
     leverage = np.vecdot(x @ inverse, x).astype(np.float64)
     return np.asarray(leverage / leverage.mean())
+
+
+def about_mean(query: Floats) -> tuple[Floats, Floats, float, Floats]:
+    """Return queries less their mean in a unit, the mean, the unit, and the sum of squares."""
+    mean = query.mean(axis=0, dtype=np.float64)
+    x = query - mean.astype(query.dtype)
+    unit = np.abs(x).max() or 1
+    x /= unit
+    return x, mean, float(unit), (x.T @ x).astype(np.float64)
 
 
 def _host(x: Array, problem: Problem) -> Floats:
@@ -207,16 +210,3 @@ def _host(x: Array, problem: Problem) -> Floats:
 
 def _of_head(x: Floats, lead: tuple[int, ...], index: tuple[int, ...], trailing: int) -> Floats:
     return np.asarray(x[own_index(lead, index, x.shape[: x.ndim - trailing])])
-
-
-def query_mask_of(problem: Problem, key_mask: Array | None) -> Array | None:
-    """Return the mask of queries to fit to: the mask of the keys, if L = S."""
-    if problem.query.shape[-2] != problem.key.shape[-2]:
-        return None
-    if key_mask is None or key_mask.ndim == 1:
-        return key_mask
-    axes = tuple(problem.query.shape[:-1])
-    fits = key_mask.ndim == len(axes) and all(
-        n in (1, length) for n, length in zip(key_mask.shape, axes, strict=True)
-    )
-    return key_mask if fits else None

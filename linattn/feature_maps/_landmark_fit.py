@@ -8,7 +8,7 @@ Letters: ``C`` sampled tokens, ``m`` landmarks, ``p`` probes, ``d`` dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log, prod, sqrt
+from math import prod, sqrt
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,19 +21,20 @@ from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.pairs import Pairs, biased_keys, biased_queries, join
 from linattn._driver.problem import exact_problem
 from linattn._driver.weights import mask_and_bias
-from linattn.feature_maps._base import dots
 from linattn.feature_maps._clusters import centroids
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.typing import Array, Tokens, Weights
 from linattn.typing._shifts import constant
 
 __all__ = [
+    "MIN_SAMPLED",
     "Inputs",
-    "draw_projection",
+    "draw_heads",
     "fit_landmarks",
     "is_concrete",
     "log_normalizers",
     "log_sum",
+    "strata",
     "take_inputs",
 ]
 
@@ -185,28 +186,6 @@ def fit_landmarks(
     landmarks, used = stacked(found, lead, m)
     arrays = {"landmarks": landmarks, "probes": probes, "log_normalizers": lognorm}
     return arrays | {"metric": metric, "used": used}
-
-
-def draw_projection(given: Inputs, m: int, generator: np.random.Generator) -> tuple[Floats, Floats]:
-    """Draw m rows omega around sums of a query and a key that it attends to; their log weights."""
-    size = max(16 * m, MIN_SAMPLED)
-    key_strata, query_strata, query_order = generator.random((3, size))
-    gumbel = generator.gumbel(size=(m, size))
-    normal = generator.standard_normal((m, given.key.shape[-1]))
-    given = compute_rows(given, size, generator)
-    root = sqrt(given.scale)
-    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
-        lead, heads = draw_heads(given, key_strata, query_strata)
-        landmarks = []
-        for query, key, log_weight in heads.values():
-            drawn = np.resize(query[strata(len(query), query_order[:m])], (m, query.shape[-1]))
-            logits = given.scale * dots(drawn, key) + gumbel[:, : len(key)] + log_weight
-            landmarks.append(root * (drawn + key[np.argmax(logits, axis=-1)]))
-        mu = np.reshape(landmarks, (*lead, *normal.shape))
-        omega = mu + normal
-        exponents = dots(omega, mu) - np.sum(mu * mu, axis=-1)[..., None, :] / 2
-        log_weights = log(m) - log_sum(exponents, -1)[..., 0]
-    return omega, log_weights
 
 
 def log_normalizers(probes: Floats, key: Array, dtype: Any, weights: Weights) -> Floats:

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _arrays, _checks, _dispatch, _generic
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
 from linattn.feature_maps._clusters import LLOYD_STEPS, power_of_two
+from linattn.feature_maps._drawn_projection import draw_projection
 from linattn.feature_maps._landmark_fit import (
-    draw_projection,
     fit_landmarks,
     is_concrete,
     log_normalizers,
