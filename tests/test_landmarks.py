@@ -571,6 +571,16 @@ def test_landmarks_for_every_key_are_exact_with_biases():
 OTHER_KEYS = "feature_map was fitted to other keys"
 
 
+def test_logits_that_are_rounded_by_much_are_of_the_same_keys():
+    """Logits of 1e9 in float32: log normalizers are rounded by hundreds, and nobody is warned."""
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 128, 32), np.float32)
+    query, key = 2e5 * query, 1e4 * key
+    phi = LandmarkFeatures.fit(query, key, num_features=16, rng=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        linattn.linear_attention(query, key, value, phi)
+
+
 def test_keys_of_another_sequence_warn(xp):
     """The sample's other layer: an error of 1.3 in place of .06."""
     q, k, v = linattn.datasets.pretrained_qkv()
