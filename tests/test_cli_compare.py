@@ -314,7 +314,8 @@ class TestCompare:
         """Landmarks refuse the keys, the others are measured all the same."""
 
         def refuse(*arguments, **options):
-            raise ValueError("keys that landmarks refuse")
+            message = "keys that landmarks refuse"
+            raise ValueError(message)
 
         monkeypatch.setattr(linattn.feature_maps.LandmarkFeatures, "fit", refuse)
         path = save(tmp_path / "in.npz")
