@@ -1,11 +1,11 @@
 """Causal attention of a block in place.
 
-A block is *unshifted* if its exponents lie within ``+-MAX_EXPONENT``, or if the norms of its
-queries bound them. Its features are made and used a tile at a time, on one scale with its state.
-The rule of the driver checks it here, on the scale of its largest product. If no head is in range,
-the block is *max-stabilized*: its scale grows from sub-block to sub-block, and rows are checked one
-by one. If only some heads are in range, or the block is rejected, each head is done alone. The
-generic twin is ``scan_block`` of ``linattn/_generic/causal.py``.
+A block is *unshifted* if its exponents lie within ``+-MAX_EXPONENT``. Its features are made and
+used a tile at a time, on one scale with its state. The rule of the driver checks it here, on the
+scale of its largest product. If no head is in range, the block is *max-stabilized*: its scale grows
+from sub-block to sub-block, and rows are checked one by one. If only some heads are in range, or
+the block is rejected, each head is done alone. The generic twin is ``scan_block`` of
+``linattn/_generic/causal.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["Sums", "exponent_bounds", "scan_block", "scan_decayed_block", "scan_tiles"]
+__all__ = ["Sums", "scan_block", "scan_decayed_block", "scan_tiles"]
 
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
@@ -107,15 +107,9 @@ def _scan_unshifted(
         vanishes = common.value_weights < limits.floor_of(values_and_one.dtype)
         if np.any(vanishes & (key.log_weight > -inf)):
             return limits.UNDERFLOWED
-    bounds = exponent_bounds(block, common)
-    if (bounds == inf).any():
-        moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
-        moderate = moderate | (bounds < inf)
-        if not moderate.all():
-            return limits.LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
-        if (bounds < inf).any() and prod(state.kvz.shape[:-2]) > 1:
-            # Alone, some heads are inspected and some are not.
-            return Declined("exponents of some heads only need to be inspected")
+    moderate = are_moderate(query_spec, query.x) & are_moderate(key_spec, key.x)
+    if not moderate.all():
+        return limits.LARGE_EXPONENTS if moderate.any() else LARGE_SAMPLE
     if row is not None and limits.are_far_apart(row - row.max(axis=-2, keepdims=True)):
         return limits.SMALL_SHARES
     since = None
@@ -128,12 +122,12 @@ def _scan_unshifted(
                 return Declined("the decay of some heads only is weak")
         else:
             common = common._replace(value_weights=common.value_weights * np.exp(-since))
-    sums = scan_tiles(block, state, common, bounds, since=since)
+    sums = scan_tiles(block, state, common, since=since)
     if isinstance(sums, Declined):
         return sums
-    (num_den, floor, least_weight, state_floor), kvz = sums
+    (num_den, floor, state_floor, _), kvz = sums
     den = num_den[..., -1:]
-    rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor, least_weight)
+    rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor)
     is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, state_floor)
     if not (is_large and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
@@ -149,28 +143,26 @@ class Sums(NamedTuple):
     num_den: Floats
     floor: float
     """Least denominator that underflow cannot have changed."""
-    least_weight: float
-    """Least weight of a key in the state that rows read."""
     state_floor: float = 0.0
     """Least normalizer of a feature after the block that underflow cannot have changed."""
+    least_weight: float = 1.0
+    """Least weight of a key in the state that rows read."""
 
 
 def scan_tiles(
     block: CausalBlock,
     state: State,
     common: CommonScale,
-    bounds: Floats,
     lengths: Lengths | None = None,
     since: Floats | None = None,
 ) -> tuple[Sums, Floats] | Declined:
     """Scan a block tile by tile: its sums and the state after it.
 
-    ``bounds``: from :func:`exponent_bounds`. ``lengths``: lengths of packed sequences. ``since``:
-    weak decay, by which value weights are divided.
+    ``lengths``: lengths of packed sequences. ``since``: weak decay, by which value weights are
+    divided.
     """
     query_spec, key_spec, query, key, values_and_one = block
-    (n, e), num_den, inspect = values_and_one.shape[-2:], None, bool((bounds == inf).any())
-    max_log, max_key = 0.0 if inspect else math.log(2) + float(bounds.max()), 0.0
+    (n, e), num_den, max_log, max_key = values_and_one.shape[-2:], None, 0.0, 0.0
     kvz = state.kvz * common.state_factors[..., None]
     smallest, least = least_of(query_spec, key_spec), floor_of(kvz.dtype, query_spec, key_spec)
     if since is not None:
@@ -200,9 +192,9 @@ def scan_tiles(
         decays = decay_of_tiles(key.log_decay, rows, *shape, since, smallest)
         borders = iter(repeat(()) if lengths is None else borders_of_tiles(lengths, rows, *shape))
         for q, k, v, weight, out in zip(*arrays, strict=True):
-            log = keys.make(k, inspect=inspect)
+            log = keys.make(k, inspect=True)
             max_key = max(max_key, log)
-            max_log = max(max_log, queries.make(q, inspect=inspect) + log)
+            max_log = max(max_log, queries.make(q, inspect=True) + log)
             if max_log == inf:
                 return limits.LARGE_EXPONENTS
             if is_weighted:
@@ -215,34 +207,8 @@ def scan_tiles(
                 return limits.UNDERFLOWED
         kvz = sums.state()
     assert num_den is not None
-    # Without inspection, large exponents of keys may hide small weights.
-    least_weight = 1.0 if inspect else float(common.value_weights.min())
     of_state = least / kvz.shape[-2] * math.exp(max_key)
-    return Sums(num_den, least * math.exp(max_log), least_weight, of_state), kvz
-
-
-def exponent_bounds(block: CausalBlock, common: CommonScale) -> Floats:
-    """Bounds on the exponents of each head's queries by norms, ``(...)``; inf: to be inspected.
-
-    A key's weight must be a normal number, and so must every feature of a query. Then underflow
-    takes for each key and feature at most twice the smallest number times the query's largest
-    feature: once in the feature, once in the sum. Exponents of keys need no bound, since a feature
-    that is too large is inf.
-    """
-    query_spec, key_spec, query, key, _ = block
-    if (
-        key.log_weight is not None
-        or key.log_decay is not None
-        or not (isinstance(key_spec, Exponential) and isinstance(query_spec, Exponential))
-    ):
-        return np.asarray(inf)
-    least = common.value_weights.min(axis=(-2, -1))
-    if common.key_factors is not None:
-        least = least * common.key_factors.min(axis=-1)
-    token = np.vecdot(query.x, query.x).max(axis=-1)
-    bounds = np.sqrt(token * np.square(query_spec.P).sum(axis=-2).max(axis=-1))
-    is_small = bounds <= limits.MAX_UNINSPECTED_EXPONENT[query.x.itemsize]
-    return np.where((least >= limits.tiny(query.x.dtype)) & is_small, bounds, inf)
+    return Sums(num_den, least * math.exp(max_log), of_state), kvz
 
 
 def _scan_stabilized(

@@ -23,7 +23,6 @@ MIN_EXPONENT = {4: -80.0, 8: -700.0}  # exponentials of less are hardly normal n
 MIN_ROW_TERM = {4: -40.0, 8: -350.0}  # of unshifted keys, beside the largest of a block
 MAX_EXPONENT = {4: 30.0, 8: 300.0}  # of unshifted features; the range is about three times that
 MAX_VJP_EXPONENT = {4: 20.0, 8: 200.0}  # in gradients: four of them and a cotangent's own
-MAX_UNINSPECTED_EXPONENT = {4: 50.0, 8: 300.0}  # of queries: below, a bound is enough
 MIN_TOKEN_LOGS = {4: (-43.0, -35.0), 8: (-350.0, -300.0)}  # of a query and a key: normal products
 MAX_QUERY_LOG = {4: 1e15, 8: 1e150}  # of a decoded query; beyond, the generic code decodes
 
@@ -196,15 +195,14 @@ def rejected_rows(
     values_and_one: Floats,
     kvz: Floats,
     floor: float | Floats,
-    factor: float = 1.0,
 ) -> Bools | None:
     """Return which rows, ``(..., n, 1)``, underflow may have changed; None if none.
 
     ``denominators``: ``(..., n, 1)``; ``values_and_one``: the block's; ``kvz``: the state before
-    it; ``floor``: least denominator, of all heads or of each; ``factor``: smallest number that
-    values have been multiplied by. A row of small values needs a larger denominator.
+    it; ``floor``: least denominator, of all heads or of each. A row of small
+    values needs a larger denominator.
     """
-    rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype) / factor
+    rejected, taken = ~(denominators >= floor), tiny(values_and_one.dtype)
     # Share that underflow may take of values of size 1, in accepted rows.
     loss = np.where(rejected, 0, np.maximum(floor / denominators, taken) / SMALL_VALUES)
     # All rows see the first values: hardly ever must others be inspected.

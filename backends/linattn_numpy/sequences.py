@@ -19,7 +19,7 @@ from linattn.typing import Declined, Partial, Spec, State, Tokens
 from linattn_numpy import limits, tuning
 from linattn_numpy.borders import Lengths
 from linattn_numpy.buffers import Floats, buffer
-from linattn_numpy.causal import Sums, exponent_bounds, scan_tiles
+from linattn_numpy.causal import Sums, scan_tiles
 from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
@@ -85,7 +85,7 @@ def sequences_block(
         sums = _Apart(block, common).attend(lengths, is_causal)
     if isinstance(sums, Declined):
         return sums
-    num_den, floor, least_weight, _ = sums
+    num_den, floor, _, least_weight = sums
     least = num_den[..., -1].min()
     if not (least >= floor and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
@@ -105,7 +105,7 @@ def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums
     *heads, m = features_shape(block.key_spec, block.key.x)
     lead = broadcast_lead(tuple(heads), values.shape[:-2])
     nothing = State(np.zeros((*lead, m, values.shape[-1]), values.dtype), np.zeros(()), 0)
-    sums = scan_tiles(block, nothing, common, exponent_bounds(block, common), lengths)
+    sums = scan_tiles(block, nothing, common, lengths)
     return sums if isinstance(sums, Declined) else sums[0]
 
 
@@ -167,14 +167,15 @@ class _Apart:
         floor = per_term * m
         floor_of_pairs = floor * min(longest, max_pairs) * exp(self._max_log)
         if self._largest_sum == 0:
-            return Sums(self._num_den, floor_of_pairs, 1.0)
+            return Sums(self._num_den, floor_of_pairs)
         least, most = limits.FEATURE_SUM_RANGE[dtype.itemsize]
         least = max(least, per_term * longest)
         if not (least <= self._least_sum <= self._largest_sum <= most):
             return limits.UNDERFLOWED
         floor_of_states = floor * max(1.0, self._largest_sum)
         floors = floor_of_pairs, floor_of_states, limits.MIN_READ_DENOMINATOR[dtype.itemsize]
-        return Sums(self._num_den, max(floors), min(1.0, self._least_sum / longest))
+        least_weight = min(1.0, self._least_sum / longest)
+        return Sums(self._num_den, max(floors), least_weight=least_weight)
 
     def _read_pairs(self, rows: slice, runs: list[Run], visible: Floats | None) -> None:
         """Read by the weights of all pairs, or of the visible ones."""
