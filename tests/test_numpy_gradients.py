@@ -55,7 +55,7 @@ POINTWISE = {
 @pytest.fixture
 def calls(monkeypatch):
     """Count how often the branches of the backend set up a block, and how often none does."""
-    counts = {"unshifted": 0, "stabilized": 0, "by token": 0, "generic": 0}
+    counts = {"unshifted": 0, "stabilized": 0, "cut": 0, "generic": 0}
 
     def counted(module, name, branch):
         inner = getattr(module, name)
@@ -71,7 +71,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(module, name, outer)
 
     def stabilize(block, state, runs):
-        counts["by token"] += any(run.size == 1 < run.rows.stop - run.rows.start for run in runs)
+        counts["cut"] += any(run.size <= 4 < run.rows.stop - run.rows.start for run in runs)
         return causal_scales.stabilize(block, state, runs)
 
     monkeypatch.setattr(causal_vjps, "stabilize", stabilize)
@@ -180,7 +180,7 @@ def test_a_block_that_would_lose_digits_is_done_by_token(rows, copies, calls):
             *(a.astype(dtype) for a in (query, key, value)), phi, is_causal=True
         )
         answers.append(pullback(value.astype(dtype)))
-    assert calls["by token"] > 0
+    assert calls["cut"] > 0
     for a, b in zip(*answers, strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
@@ -474,7 +474,7 @@ def test_rows_far_below_the_later_keys_of_their_block(exponent, gap, size, calls
     got = linear_vjp(*arrays[:3], phi, **options)[1](arrays[3])
     if exponent:
         # The least accepted denominator is that of a row some 20 below.
-        assert (calls["by token"] > 0) == (gap > 20)
+        assert (calls["cut"] > 0) == (gap > 20)
     with linattn.without_backends():
         doubles = [a.astype(np.float64) for a in arrays]
         want = linear_vjp(*doubles[:3], phi, **options)[1](doubles[3])

@@ -73,23 +73,16 @@ def _sums_of_few(
 
 def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp], Floats] | Declined:
     """Feature of each key, ``(..., n)``, and its log weight there, ``(..., n, 1)``."""
-    x = tokens.x
-    arrays = [spec.P, spec.bias[..., None, :], spec.probes, spec.offset[..., None, :], spec.table]
-    lead = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays))
-    shape = (*lead, x.shape[-2])
-    # An axis along which all parameters are the same is one of tokens: fewer, larger products.
-    while x.ndim > 2 and all(a.ndim < 3 or a.shape[-3] == 1 for a in arrays):
-        x = x.reshape(*x.shape[:-3], -1, x.shape[-1])
-        arrays = [a if a.ndim < 3 else a[..., 0, :, :] for a in arrays]
-    P, bias, probes, offset, table = arrays
+    x, P, probes, table = tokens.x, spec.P, spec.probes, spec.table
+    bias, offset = spec.bias[..., None, :], spec.offset[..., None, :]
+    lead = np.broadcast_shapes(*(a.shape[:-2] for a in (x, P, bias, probes, offset, table)))
     # In the order of rows: one in another is copied whole for each tile.
     rows = np.add(transposed(table), offset, order="C")
     m, p = rows.shape[-2:]
     offsets = m * np.arange(prod(rows.shape[:-2])).reshape(*rows.shape[:-2], 1)
     rows = rows.reshape(-1, p)
-    lead, n = np.broadcast_shapes(x.shape[:-2], *(a.shape[:-2] for a in arrays)), x.shape[-2]
-    index = np.empty((*lead, n), np.intp)
-    log = np.empty((*lead, n, 1), x.dtype)
+    n = x.shape[-2]
+    index, log = np.empty((*lead, n), np.intp), np.empty((*lead, n, 1), x.dtype)
     size = max(64, tuning.ASSIGNED_TILE_ELEMENTS // (p * prod(lead)))
     for start in range(0, n, size):
         tile = slice(start, min(start + size, n))
@@ -105,7 +98,6 @@ def features_and_logs(spec: Assigned, tokens: Tokens) -> tuple[NDArray[np.intp],
         if isinstance(total, Declined):
             return total
         log[..., tile, :] = total
-    index, log = index.reshape(shape), log.reshape(*shape, 1)
     if tokens.log_weight is not None:
         log = log + tokens.log_weight
     # Probes, and weights of a change of coordinates, may have leading axes that scores have not.
@@ -124,4 +116,4 @@ def _log_sum(x: Floats, workspace: Floats) -> Floats | Declined:
     if not np.isfinite(shift).all():
         return Declined("log weights of keys are not finite")
     x -= shift
-    return np.asarray(np.log(limits.exp(x).sum(axis=-1, keepdims=True)) + shift)
+    return np.asarray(np.log(limits.weights(x).sum(axis=-1, keepdims=True)) + shift)

@@ -103,9 +103,6 @@ def reduce_block_vjp(
     terms = adjoint.log_scale.shape[-1] * max(adjoint.length, 1)
     limit = _max_scale(floor_of(dtype, key_spec), terms, np.abs(kvz).max(axis=-2))
     features = unshifted_features(key_spec, tokens, "key")
-    row = None if isinstance(features, Declined) else features.row
-    if row is not None and limits.are_far_apart(row - row.max(axis=-2, keepdims=True)):
-        features = limits.SMALL_SHARES
     if not isinstance(features, Declined):
         scale = adjoint.log_scale + features.col
         if features.row is not None:
@@ -149,7 +146,12 @@ def exact_vjp(
     visible: Any,
 ) -> tuple[Floats, Floats, Floats]:
     """Gradients of blocks of queries, keys and ``[v, 1]`` through their softmax weights."""
-    weights = _softmax_weights(spec, query, key, log, visible)
+    weights = product(query.x * spec.scale, transposed(key.x), "logits")
+    if key.log_weight is not None:
+        weights = limits.in_place(np.add, weights, transposed(key.log_weight))
+    if visible is not None:
+        np.copyto(weights, -np.inf, where=~visible)
+    weights = limits.weights(limits.in_place(np.subtract, weights, log))
     cotangent = product(grad_num_den, transposed(values_and_one), "read")
     grad_logits = limits.in_place(np.multiply, cotangent, weights)
     return (
@@ -157,15 +159,3 @@ def exact_vjp(
         np.asarray(np.matmul(transposed(grad_logits), query.x * spec.scale)),
         np.asarray(np.matmul(transposed(weights), grad_num_den)),
     )
-
-
-def _softmax_weights(
-    spec: Exact, query: Tokens, key: Tokens, log_row: Floats, visible: Any
-) -> Floats:
-    """Weights of visible keys on the scale of their rows; 0 for the others."""
-    logits = product(query.x * spec.scale, transposed(key.x), "logits")
-    if key.log_weight is not None:
-        logits = limits.in_place(np.add, logits, transposed(key.log_weight))
-    if visible is not None:
-        np.copyto(logits, -np.inf, where=~visible)
-    return limits.weights(limits.in_place(np.subtract, logits, log_row))

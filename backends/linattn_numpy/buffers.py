@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["Bools", "Floats", "broadcast_in_place", "buffer"]
+__all__ = ["Bools", "Floats", "buffer"]
 
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
@@ -51,12 +49,3 @@ def buffer(name: str, shape: tuple[int, ...], dtype: Any) -> Floats:
 def _poisoned(view: Floats) -> Floats:
     view.fill(np.nan if view.dtype.kind == "f" else np.iinfo(view.dtype).max)
     return view
-
-
-@contextmanager
-def broadcast_in_place() -> Iterator[None]:
-    """Keep NumPy from copying a broadcast operand of long rows into its own buffers."""
-    with np.errstate():
-        # errstate restores the buffer size too.
-        np.setbufsize(tuning.UFUNC_BUFFER)
-        yield

@@ -45,7 +45,7 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.products import broadcast_lead, weighted
 from linattn_numpy.states import by_feature
-from linattn_numpy.tiles import sub_blocks, tiles
+from linattn_numpy.tiles import split_tiles, sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
 __all__ = ["Sums", "scan_block", "scan_decayed_block", "scan_tiles"]
@@ -182,8 +182,8 @@ def scan_tiles(
         if num_den is None:
             num_den = buffer("rows", (*sums.lead, n, e), values_and_one.dtype)
         arrays = (
-            queries.split(query.x[..., rows, :]),
-            keys.split(key.x[..., rows, :]),
+            split_tiles(query.x[..., rows, :], length),
+            split_tiles(key.x[..., rows, :], length),
             sums.split(values_and_one[..., rows, :]),
             sums.split(weights[..., rows, :]),
             sums.split(num_den[..., rows, :]),

@@ -18,7 +18,6 @@ __all__ = [
     "CommonScale",
     "StabilizedBlock",
     "common_scale",
-    "running_scales",
     "stabilize",
 ]
 
@@ -111,7 +110,16 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     k = log_features(key_spec, key, "key")
     top = np.concatenate([run.split(k).max(axis=-2) for run in runs], axis=-2)
     top = np.maximum(top + key_spec.col[..., None, :], state.log_scale[..., None, :])
-    c, shift, rises = running_scales(top, top.max(axis=-2, keepdims=True))
+    last = top.max(axis=-2, keepdims=True)
+    c = np.maximum.accumulate(top, axis=-2)
+    # `last` may be NaN because of later tokens, which must not reach earlier ones.
+    c = np.where(c >= last - limits.MAX_PREFIX_LOG_LEAD, last, c)
+    shift = limits.finite_shift(c)
+    rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
+    rises = [
+        np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None
+        for i, is_rising in enumerate(rising.tolist())
+    ]
     k = _add_by_run(k, key_spec.col[..., None, :] - shift, runs)
     q = exponents(query_spec, query.x, np.zeros((1, 1), k.dtype), "query")
     q = _add_by_run(q, c + query_spec.col[..., None, :], runs)
@@ -121,23 +129,6 @@ def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBl
     terms = k.shape[-1] * (state.length + k.shape[-2]) + before[..., -1].sum(axis=-1)
     floor = limits.weights_floor(k.dtype) * terms[..., None, None]
     return StabilizedBlock(q, k, before, row, c, rises, floor)
-
-
-def running_scales(log: Floats, top: Floats) -> tuple[Floats, Floats, list[Floats | None]]:
-    """Return the largest logs so far along axis -2, or ``top`` within MAX_PREFIX_LOG_LEAD.
-
-    Also return them as finite shifts, and the factors ``(..., m, 1)`` between them; None for 1.
-    """
-    c = np.maximum.accumulate(log, axis=-2)
-    # `top` may be NaN because of later tokens, which must not reach earlier ones.
-    c = np.where(c >= top - limits.MAX_PREFIX_LOG_LEAD, top, c)
-    shift = limits.finite_shift(c)
-    rising = (c[..., :-1, :] != c[..., 1:, :]).any(axis=(*range(c.ndim - 2), -1))
-    rises = [
-        np.exp(c[..., i, :] - shift[..., i + 1, :])[..., None] if is_rising else None
-        for i, is_rising in enumerate(rising.tolist())
-    ]
-    return c, shift, rises
 
 
 def _add_by_run(x: Floats, logs: Floats, runs: list[Run]) -> Floats:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
-from linattn_numpy import limits, tuning
+from linattn_numpy import limits
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
@@ -47,15 +47,11 @@ class _Rows(NamedTuple):
     """Smallest weights, and sums of them, that are not 0; 0 for unshifted rows."""
 
 
-class _Pairs(NamedTuple):
-    """Pairs of a key and a query within some sub-blocks, ``(..., count, size, size)``.
+_Pairs: TypeAlias = tuple[Run, Floats, Floats]
+"""Weights and cotangents of the pairs of a key and a query within some sub-blocks.
 
-    0 where the query does not see the key.
-    """
-
-    run: Run
-    weights: Floats
-    cotangents: Floats
+Both are ``(..., count, size, size)``, and 0 where the query does not see the key.
+"""
 
 
 def scan_vjp(
@@ -92,8 +88,6 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
     keys = unshifted_features(block.key_spec, block.key, "key")
     if isinstance(keys, Declined):
         return keys
-    if keys.row is not None and limits.are_far_apart(keys.row - keys.row.max(-2, keepdims=True)):
-        return limits.SMALL_SHARES
     common = common_scale(queries.col, keys.col, keys.row, state)
     if isinstance(common, Declined):
         return common
@@ -162,7 +156,7 @@ def _pull(
     sizes = np.minimum(limits.row_sizes(grad_output), 1) * np.minimum(denominators, 1)
     rejected = limits.rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
-        return limits.UNDERFLOWED if rows.rises is None else _finer(runs, rejected, v.shape[-1])
+        return limits.UNDERFLOWED if rows.rises is None else _finer(runs, rejected)
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
     np.multiply(grad_output, inverses, out=g1[..., :-1])
     cotangent, pairs = buffer("read", (*lead, n, k.shape[-1]), k.dtype), []
@@ -200,7 +194,7 @@ def _pairs(
     out += np.matmul(cotangents, ks, out=more)
     cotangents *= inverse
     np.multiply(inner, -inverse, out=last[..., -1:])
-    return _Pairs(run, transposed(weights), transposed(cotangents))
+    return run, transposed(weights), transposed(cotangents)
 
 
 def _prefix_states(rows: _Rows, runs: list[Run]) -> Floats:
@@ -229,15 +223,11 @@ def _accumulate(rows: _Rows, states: Floats, rises: list[Floats | None]) -> None
             limits.rescale(state, factor, rows.least)
 
 
-def _finer(runs: list[Run], rejected: Bools, width: int) -> list[Run]:
-    """Cut sub-blocks with rejected rows into shorter ones, down to one token.
-
-    Narrow states: into single tokens. Wide states: into eight first, because a state for each token
-    takes longer than another attempt.
-    """
+def _finer(runs: list[Run], rejected: Bools) -> list[Run]:
+    """Cut sub-blocks with rejected rows into eight, then into single tokens."""
     sizes: list[int] = []
     for run in runs:
-        size = max(1, run.size // 8) if width > tuning.MAX_NARROW_STATE else 1
+        size = max(1, run.size // 8)
         parts = [stop - start for start, stop in pairwise([*range(0, run.size, size), run.size])]
         for start in range(run.rows.start, run.rows.stop, run.size):
             is_cut = rejected[..., start : start + run.size, :].any()
@@ -272,7 +262,7 @@ def _pull_keys(
 
 def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State) -> Floats:
     """Adjoints before each sub-block and after the last, ``(..., count + 1, m, e + 1)``."""
-    kvz, count = adjoint.kvz, pairs[-1].run.places.stop
+    kvz, count = adjoint.kvz, pairs[-1][0].places.stop
     states = buffer("states", (*kvz.shape[:-2], count + 1, *kvz.shape[-2:]), kvz.dtype)
     log, least = rows.log_scale[..., -1, :], limits.LEAST if rows.least else limits.FAINT
     states[..., -1, :, :] = limits.rescaled(kvz, adjoint.log_scale + log, least)

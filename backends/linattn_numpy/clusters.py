@@ -82,7 +82,7 @@ def choose_block(
         np.putmask(logs, chosen[of], -np.inf)
         row[of] = limits.row_max(logs)
         logs -= limits.finite_shift(row[of])
-        np.matmul(limits.exp(logs), kvz[heads], out=num_den[of])
+        np.matmul(limits.weights(logs), kvz[heads], out=num_den[of])
     shape = broadcast_lead(tokens.x.shape[:-2], query_spec.P.shape[:-2], state.kvz.shape[:-2])
     chosen, num_den, row = (a.reshape(*shape, *a.shape[-2:]) for a in (chosen, num_den, row))
     return chosen, Partial(num_den, row if tokens.log_weight is None else row + tokens.log_weight)
@@ -119,7 +119,7 @@ def clusters_block(
     row = np.dtype((np.void, num_den.shape[-1] * num_den.itemsize))
     rows = num_den.view(row)[:, 0]
     for chose, keys in clusters.visits(chosen, tuning.VISIT_TILE_ELEMENTS, tuning.MIN_VISIT_ROWS):
-        weights = limits.exp(x.take(chose, axis=0) @ key[:, keys])
+        weights = limits.weights(x.take(chose, axis=0) @ key[:, keys])
         if exact_window is not None:
             _leave_out_near(weights, query.start + chose, clusters.positions[keys], exact_window)
         sums = weights @ values_and_one[keys]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn_numpy import limits
-from linattn_numpy.buffers import Bools, Floats, buffer
+from linattn_numpy.buffers import Bools, Floats
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
@@ -83,21 +83,12 @@ def _decays(log_decay: Floats, count: int, dtype: Any, least: dict[int, float]) 
     # In float64: the sums of a strong decay have no digits left for the weak ones after it.
     since = np.cumsum(log_decay, axis=-2)
     last, size = since[..., -1:, :], since.shape[-2]
-    limit = limits.MAX_HALF_DECAY[dtype.itemsize]
-    is_steep, smallest = (last < -2 * limit)[..., 0, 0], least[dtype.itemsize]
+    smallest = least[dtype.itemsize]
     smallest = smallest if last.min() < log(smallest) else 0.0
-    to_middle = (last / 2 - since).clip(-limit, limit)
-    factors = (np.exp(x).astype(dtype) for x in (-to_middle, transposed(to_middle)))
     parts = (limits.weights(x.astype(dtype), None, least) for x in (since, last - since, last))
-    for sums, steep, row, key, left, until, whole in zip(
-        since, is_steep, *factors, *parts, strict=True
-    ):
-        pairs = buffer("pairs", (*row.shape[:-1], size), dtype)
-        np.multiply(row, lower(size, dtype), out=pairs)
-        np.multiply(pairs, key, out=pairs)
-        if steep.any():
-            # The decay of some token is out of the range of a number.
-            between = np.minimum(sums[steep] - transposed(sums[steep]), 0).astype(dtype)
-            pairs[steep] = limits.weights(between, None, least) * lower(size, dtype)
+    for sums, left, until, whole in zip(since, *parts, strict=True):
+        pairs = np.minimum(sums - transposed(sums), 0).astype(dtype)
+        pairs = limits.weights(pairs, None, least)
+        pairs *= lower(size, dtype)
         states = list(moveaxis(whole[..., 0], -2, 0))
         yield Decay(pairs, left, until, states * (count // len(states)), smallest)

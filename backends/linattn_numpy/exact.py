@@ -155,11 +155,11 @@ def _read_windows(
         if part is not None:
             return part
         logits = _window_logits(spec, query, keys, windows)
-    log = limits.feature_max(_hide(logits, key, windows, band))
+    log = _hide(logits, key, windows, band).max(axis=-2)
     logits -= limits.finite_shift(log)[..., None, :]
     log = log.reshape(*log.shape[:-2], -1, 1)[..., :n, :]
     if not np.isfinite(log).all():
-        seen = limits.feature_max(_hide(np.zeros_like(logits), key, windows, band))
+        seen = _hide(np.zeros_like(logits), key, windows, band).max(axis=-2)
         seen = seen.reshape(*seen.shape[:-2], -1, 1)[..., :n, :]
         if not np.isfinite(log[seen == 0]).all():
             return Declined("logits are not finite")

@@ -42,7 +42,7 @@ class Unshifted(NamedTuple):
     weights: Floats
     col: Floats
     row: Floats | None
-    """Log that all features of a token share, ``(..., n, 1)``; None for 0."""
+    """Log that all features of a key share, ``(..., n, 1)``; None for 0."""
     max_log: float
     """Log of the largest weight, at least 0."""
 
@@ -50,16 +50,22 @@ class Unshifted(NamedTuple):
 def unshifted_features(
     spec: Exponential | Pointwise, tokens: Tokens, name: str
 ) -> Unshifted | Declined:
-    """Return features in buffers called ``name``; decline exponents above MAX_VJP_EXPONENT."""
-    if not are_moderate(spec, tokens.x, together=True).all():
+    """Return features in buffers called ``name``, "query" or "key".
+
+    Decline exponents above MAX_VJP_EXPONENT, and keys whose row terms are far apart. Those of
+    queries cancel.
+    """
+    if not are_moderate(spec, tokens.x).all():
         return limits.LARGE_EXPONENTS
     maker = FeatureMaker(spec, tokens.x, tokens.x.shape[-2], name, by_rows=True)
     highest = maker.make(tokens.x, inspect=True)
     weights = maker.features.reshape(*maker.features.shape[:-2], -1)
     if highest > limits.MAX_VJP_EXPONENT[weights.itemsize]:
         return Declined(f"exponents or features of {name} are out of the range of unshifted ones")
-    col = log_offsets(spec, weights.dtype)
-    return Unshifted(weights, col, row_term(spec, tokens), highest)
+    row = row_term(spec, tokens) if name == "key" else None
+    if row is not None and limits.are_far_apart(row - row.max(axis=-2, keepdims=True)):
+        return limits.SMALL_SHARES
+    return Unshifted(weights, log_offsets(spec, weights.dtype), row, highest)
 
 
 def features_vjp(

@@ -6,7 +6,7 @@ The row term (curvature and log weight) of unshifted features is left out: it go
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf, log, prod
+from math import inf, log
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -24,7 +24,7 @@ from linattn.typing import (
 from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, transposed
-from linattn_numpy.tiles import head_tiles, moveaxis, split_tiles
+from linattn_numpy.tiles import head_tiles, moveaxis
 
 __all__ = [
     "FeatureMaker",
@@ -93,10 +93,6 @@ class FeatureMaker:
             if whole != self.weights.shape:
                 self.weights = buffer(name + "_scaled", whole, x.dtype)
         self._inputs = name + "_inputs"
-
-    def split(self, x: Floats) -> Floats:
-        """Tokens of a number of tiles, one after the other along the first axis."""
-        return split_tiles(x, self.weights.shape[-2])
 
     def make(self, x: Floats, *, inspect: bool) -> float:
         """Make the features of a tile; return the log of the largest, at least 0, if inspected.
@@ -187,19 +183,15 @@ def _max_log(spec: Supported, u: Floats) -> float:
     return log(max(1.0, (max(high, 0.0) + 1 + abs(spec.offset)) * spec.factor))
 
 
-def are_moderate(spec: Supported, x: Floats, *, together: bool = False) -> Any:
+def are_moderate(spec: Supported, x: Floats) -> Any:
     """Whether a few tokens of each head have small exponents, so that all tokens may have.
 
-    The tokens are in the middle, because windows and sequences are padded at their ends. With
-    ``together``, all heads take one path, and fewer tokens of each are sampled. Otherwise the
+    The tokens are in the middle, because windows and sequences are padded at their ends. The
     answer for a head does not depend on the other heads.
     """
     if isinstance(spec, Pointwise):
         return np.True_
-    most = tuning.SAMPLED_ELEMENTS // spec.P.shape[-1]
-    num_rows = max(tuning.MIN_SAMPLED_ROWS, most)
-    if together:
-        num_rows = max(1, most // prod(x.shape[:-2]))
+    num_rows = max(tuning.MIN_SAMPLED_ROWS, tuning.SAMPLED_ELEMENTS // spec.P.shape[-1])
     start = x.shape[-2] // 2
     u = np.matmul(x[..., start : start + num_rows, :], spec.P)
     limit = tuning.MAX_SAMPLED_SHARE * limits.MAX_EXPONENT[u.itemsize]

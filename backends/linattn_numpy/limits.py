@@ -6,7 +6,7 @@ Bounds that depend on the dtype are given by bytes a number. They are read as ``
 from __future__ import annotations
 
 from functools import cache
-from math import gcd, log
+from math import log
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ MAX_LOG_SPREAD = {4: 20.0, 8: 80.0}  # of the features of a causal block and of 
 MAX_PREFIX_LOG_LEAD = 10.0  # of a scale above what has been seen so far: few rows are redone
 
 # Decay.
-MAX_HALF_DECAY = {4: 34.0, 8: 300.0}  # exponent of half a sub-block's, on either side of its middle
 MAX_WEAK_DECAY = {4: 17.0, 8: 170.0}  # of a sub-block, by whose inverse its values are multiplied
 
 # Recurrences.
@@ -87,44 +86,25 @@ def weights_floor(dtype: Any, least: dict[int, float] = LEAST) -> float:
     return 2 * least[dtype.itemsize] / float(np.finfo(dtype).eps)
 
 
-def exp(x: Floats) -> Floats:
-    """Exponentials in place; the smallest are multiples of 16 ``tiny``.
-
-    The error is at most 8 ``tiny``, or rounding.
-    """
-    return _rounded_exp(x, x, 16 * tiny(x.dtype))
-
-
 def weights(x: Floats, out: Floats | None = None, least: dict[int, float] = LEAST) -> Floats:
     """Exponentials, in place without ``out``; the smallest are multiples of ``least``.
 
-    Smaller weights are negligible beside the largest weight of a row or feature, 1.
+    Smaller weights are negligible beside the largest weight of a row or feature, 1. Numbers below
+    the smallest normal one, and products of them, may take a hundred times as long.
     """
-    return _rounded_exp(x, x if out is None else out, least[x.itemsize])
-
-
-def decays(log: Floats, out: Floats | None = None) -> Floats:
-    """Exponentials of log decays, in place without ``out``; the smallest are ``DECAYED``."""
-    return weights(log, out, DECAYED)
-
-
-def _rounded_exp(x: Floats, out: Floats, least: float) -> Floats:
-    """Exponentials; the smallest are multiples of ``least``.
-
-    Numbers below the smallest normal one, and products of them, may take a hundred times as long.
-    """
-    start, lowest = log(least), x.min(initial=0.0)
+    out = x if out is None else out
+    start, lowest = log(least[x.itemsize]), x.min(initial=0.0)
     if lowest >= start:  # not with NaN
         return np.asarray(np.exp(x, out=out))
     if not lowest >= log(tiny(x.dtype)):
         x = x.clip(start - 0.8, np.inf, out=out)
-    return rounded(np.exp(x, out=out), least)
+    return rounded(np.exp(x, out=out), least[x.itemsize])
 
 
-def rounded(x: Floats, least: float) -> Floats:
+def rounded(x: Floats, least: float | Floats) -> Floats:
     """Round small numbers to multiples of ``least`` in place, by adding a step and taking it."""
     # 1.5, because the numbers just below a power of two, for negative x, lie twice as close.
-    step = x.dtype.type(1.5 * least / float(np.finfo(x.dtype).eps))
+    step = least * (1.5 / float(np.finfo(x.dtype).eps))
     x += step
     x -= step
     return x
@@ -133,8 +113,7 @@ def rounded(x: Floats, least: float) -> Floats:
 def rescale(kvz: Floats, factor: Floats, least: float) -> None:
     """Multiply a state in place by the factors of its features; results below ``least`` are 0."""
     kvz *= factor
-    if least:
-        kvz[np.abs(kvz) < least] = 0
+    kvz[np.abs(kvz) < least] = 0
 
 
 def rescaled(kvz: Floats, log_factor: Floats, least: dict[int, float] = LEAST) -> Floats:
@@ -157,13 +136,6 @@ def finite_shift(log: Floats) -> Floats:
 def row_max(x: Floats) -> Floats:
     """Largest of each row, ``(..., n, 1)``, by ``argmax``, which takes half the time of ``max``."""
     return np.take_along_axis(x, x.argmax(axis=-1, keepdims=True), axis=-1)
-
-
-def feature_max(x: Floats) -> Floats:
-    """Largest of each column, ``(..., m)``; several rows of ``x`` are compared as one long row."""
-    *lead, n, m = x.shape
-    k = gcd(n, 16)
-    return np.asarray(x.reshape(*lead, n // k, k, m).max(axis=-3).max(axis=-2))
 
 
 def size_bound(x: Floats) -> float:

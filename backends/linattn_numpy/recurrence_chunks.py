@@ -125,10 +125,10 @@ def _strong_by_token(chunks: Chunks, log_decay: Floats, scale: float) -> Inside:
     query, key, _, _, beta = chunks
     log_decay = log_decay.clip(MIN_LOG)
     upto, below = lower(key.shape[-2], key.dtype), lower(key.shape[-2], key.dtype, -1)
-    before = limits.decays(np.matmul(upto, log_decay))
-    after = limits.decays(np.matmul(transposed(below), log_decay))
+    before = limits.weights(np.matmul(upto, log_decay), None, limits.DECAYED)
+    after = limits.weights(np.matmul(transposed(below), log_decay), None, limits.DECAYED)
     # In row i and column j the log decays of tokens j + 1, ..., i.
-    decay = limits.decays(np.matmul(upto, log_decay * below))
+    decay = limits.weights(np.matmul(upto, log_decay * below), None, limits.DECAYED)
     decay *= upto
     reads = _reads(query, key.dtype.type(scale), key, decay[:, None])
     reads[..., : key.shape[-1]] *= before[:, None]
@@ -158,12 +158,12 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
     after[...] = key
     faint: list[tuple[Floats, Floats, int]] = []
     if np.matmul(np.ones((1, c), key.dtype), log_decay).min() < log(least):
-        faint = [(rows, _steps(rows), 1), (after, _steps(key), 0)]
+        faint = [(rows, _least(rows), 1), (after, _least(key), 0)]
     rows *= total[:, None]
     before, pairs = key, None
     if beta is not None:
         before = np.multiply(key, total, out=buffer("keys before", key.shape, key.dtype))
-        faint += [(before, step, 1) for _, step, side in faint if side == 0]
+        faint += [(before, of_key, 1) for _, of_key, side in faint if side == 0]
         # Entries above the diagonal are multiplied by 0 later, which would keep a NaN.
         pairs = buffer("pairs", (*key.shape[:-1], c), key.dtype)
         pairs.fill(0)
@@ -172,8 +172,8 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
         left, right = _halves(total, 1)
         total = (left * right)[..., 0, :]
         if faint and total.min() < least:
-            for x, step, side in faint:
-                _round(_halves(x, n)[side], _halves(step, n)[side])
+            for x, share, side in faint:
+                limits.rounded(_halves(x, n)[side], _halves(share, n)[side])
         earlier, later = transposed(_halves(after, n)[0]), _halves(rows, n)[1]
         np.matmul(later, earlier[:, None], out=_below(scores, n))
         later *= left[:, None]
@@ -183,8 +183,8 @@ def _strong_by_channel(chunks: Chunks, log_decay: Floats, scale: float) -> Insid
             later *= left
         earlier *= transposed(right)
         n *= 2
-    for x, step, _ in faint:
-        _round(x, step)
+    for x, share, _ in faint:
+        limits.rounded(x, share)
     reads[..., :d] = rows
     if pairs is not None and beta is not None:
         pairs *= -beta
@@ -195,19 +195,12 @@ SHARE = {4: 2.0**-50, 8: 2.0**-450}
 """Smallest decayed number of a token beside its largest one, if it is not 0."""
 
 
-def _steps(tokens: Floats) -> Floats:
-    """Return the steps that round numbers to multiples of the smallest ones of their token."""
+def _least(tokens: Floats) -> Floats:
+    """Return the smallest numbers of each token that are not 0, of the shape of the tokens."""
     size = np.sqrt(np.vecdot(tokens, tokens))[..., None]
-    step = 1.5 * SHARE[tokens.itemsize] / float(np.finfo(tokens.dtype).eps)
-    size = np.where(size < np.inf, size * tokens.dtype.type(step), 0)
+    least = np.where(size < np.inf, size * SHARE[tokens.itemsize], 0)
     # Whole arrays are added in half the time.
-    return np.broadcast_to(size, tokens.shape).copy()
-
-
-def _round(x: Floats, step: Floats) -> None:
-    """Round in place, as `limits.rounded` does."""
-    x += step
-    x -= step
+    return np.broadcast_to(least, tokens.shape).copy()
 
 
 def _halves(tokens: Floats, n: int) -> tuple[Floats, Floats]:

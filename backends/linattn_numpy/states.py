@@ -29,7 +29,7 @@ from linattn.typing import (
 )
 from linattn_numpy import limits, tuning
 from linattn_numpy.assigned import assigned_sums
-from linattn_numpy.buffers import Floats, broadcast_in_place, buffer
+from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.features import (
     Supported,
     are_moderate,
@@ -106,7 +106,7 @@ def _unshifted_sums(
     key_spec: Supported, tokens: Tokens, value: Floats, ones: Ones
 ) -> tuple[Floats, Floats] | Declined:
     """Sum a block of keys by feature; return the sums and their log scale."""
-    if not are_moderate(key_spec, tokens.x, together=True).all():
+    if not are_moderate(key_spec, tokens.x).all():
         return limits.LARGE_EXPONENTS
     e, dtype, leads = value.shape[-1], value.dtype, [value.shape[:-2]]
     row, top = row_term(key_spec, tokens), np.zeros(1, dtype)
@@ -150,7 +150,6 @@ def _put_sums(weights: Floats, v: Floats, w: Floats, out: Floats, add: bool = Fa
     weighted_sum(weights, w, out[..., -1:], add)
 
 
-@broadcast_in_place()
 def _add_stabilized(
     key_spec: Exponential, tokens: Tokens, value: Floats, ones: Ones, state: State
 ) -> State | Declined:
@@ -183,17 +182,10 @@ def add_sums(state: State, kvz: Floats, c: Floats, n: int) -> State:
 
     Nothing in the new state is a view of the map's parameters or of the state before.
     """
-    same = kvz.shape == state.kvz.shape
-    if same and state.log_scale.max() == -np.inf:
+    if kvz.shape == state.kvz.shape and state.log_scale.max() == -np.inf:
         log_scale = np.empty_like(state.log_scale)
         log_scale[...] = c
         return State(kvz, log_scale, state.length + n)
-    lead = c - state.log_scale
-    if same and lead.max() <= limits.MAX_LOG_LEAD:
-        # A block on a lower scale, or a slightly higher one, joins without rescaling the state.
-        kvz *= np.exp(lead)[..., None]
-        kvz += state.kvz
-        return State(kvz, state.log_scale.copy(), state.length + n)
     after = np.maximum(state.log_scale, c)
     shift = limits.finite_shift(after)
     kvz = kvz * np.exp(c - shift)[..., None]
@@ -222,7 +214,7 @@ def _on_one_scale(
 ) -> tuple[Floats | None, Floats]:
     """Put features of a state on one log scale; None where queries must be max-stabilized."""
     c = state.log_scale + log_offsets(query_spec, state.kvz.dtype)
-    if not are_moderate(query_spec, tokens.x, together=True).all():
+    if not are_moderate(query_spec, tokens.x).all():
         return None, c
     if (c == c[..., :1]).all():
         return state.kvz, c[..., :1]
@@ -265,7 +257,6 @@ def _put_read(
     return bool(is_bounded or (most < np.inf and limits.all_finite(num)))
 
 
-@broadcast_in_place()
 def _read_stabilized(
     query_spec: Supported, tokens: Tokens, state: State, want_log: bool
 ) -> Partial | Declined:

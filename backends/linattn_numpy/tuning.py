@@ -23,10 +23,6 @@ BAND_ROW_BYTES, MAX_BAND_ELEMENTS = 64, 1 << 19
 # 2026-11-20: rows of a causal block that share a triangle; longer ones waste half a square.
 SUB_BLOCK_ROWS = 32
 
-# 2026-11-23, AMD EPYC: values and one from which on rejected sub-blocks of gradients are cut in two
-# steps: .91 of the time at its longest, 4 heads, d = m = 64, and 1.1 where d = 32.
-MAX_NARROW_STATE = 64
-
 # 2026-11-22: features of a side made at once, 1 MB of float32, if that is a sub-block or more; in a
 # causal block half of that. 2026-11-21: for assigned keys, which take two such arrays.
 # 2026-11-27, AMD EPYC, family 25 model 17: pointwise maps, which take two as well, take 1.1 to 1.3
@@ -44,11 +40,6 @@ MIN_CLIPPED_ELEMENTS = 2048
 # blocks that a caller asked for, are allocated anew.
 # 2026-11-26: shapes of buffers that a thread remembers; a call needs about ten.
 CACHE_LINE_BYTES, MAX_CACHED_BYTES, MAX_CACHED_VIEWS = 64, 1 << 22, 256
-
-# 2026-11-26, AMD EPYC, family 25 model 1: numbers of NumPy's buffers, 8,192 unless set. It copies
-# broadcast operands of shorter rows into them: one number less each of 256 rows of 2,048 in
-# 240 us, 97 with 1,024; rows of 512 and less gain nothing.
-UFUNC_BUFFER = 1024
 
 # 2026-11-22: rows of a block, and its features of a side, if they are made for the whole block.
 MIN_BLOCK_ROWS, MAX_BLOCK_ROWS, MAX_BLOCK_ELEMENTS = 128, 2048, 1 << 18
