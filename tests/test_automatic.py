@@ -8,6 +8,7 @@ import contextlib
 import re
 import tracemalloc
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,23 @@ def test_a_query_that_misses_its_own_key_gets_it(eager):
     for seed in range(3):
         output = linattn.attention(key, key, value, scale=1.0, tolerance=None, rng=seed)
         assert error(output, exact) < 0.01
+
+
+def test_own_keys_that_clusters_miss_count_though_their_rows_were_not_drawn():
+    """Three of 4,096 attend to keys far from their clusters, with values unlike all others."""
+    rng = np.random.default_rng(0)
+    key = rng.standard_normal((2, 24, 16))[:, rng.integers(24, size=4096)]
+    few = rng.choice(4096, 3, replace=False)
+    key[:, few] = rng.standard_normal((2, 3, 16))
+    key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    value = 1 + 0.1 * rng.standard_normal((2, 4096, 4))
+    value[:, few] += 4
+    exact = linattn.softmax_attention(key, key, value, scale=10.0)
+    call = partial(linattn.attention, key, key, value, scale=10.0, tolerance=0.2)
+    for seed in range(3):
+        output, report = call(rng=seed, return_report=True)
+        assert report.method == "landmarks"
+        assert_array_less(error(output, exact), report.bound + 1e-9)
 
 
 def test_rows_that_agree_promise_no_more_than_the_rule_of_three(eager):

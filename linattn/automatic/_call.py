@@ -27,7 +27,7 @@ from linattn.automatic._costs import (
     num_rows_of,
     read_work,
 )
-from linattn.automatic._curves import PROBABILITY, error_curve
+from linattn.automatic._curves import PROBABILITY, error_curve, own_error
 from linattn.automatic._fit import Clusters
 from linattn.automatic._heads import Given, rows_of
 from linattn.automatic._rectangles import Choices, attend, rectangles_of
@@ -206,7 +206,8 @@ class Call:
             error, bound = self._judge(rows, near, judged_by)
         else:
             ((where, choice),) = choices.items()
-            choice, output = self._with_judged_level(index, rows, where, choice)
+            choice, output, more = self._with_judged_level(index, rows, where, choice)
+            work = work.plus(more)
             choices, exact = {where: choice}, self._like_output(output, first)
             curve = choice.trial.curve
             error, bound = float(curve.error[choice.level]), float(curve.bound[choice.level])
@@ -225,22 +226,31 @@ class Call:
 
     def _with_judged_level(
         self, index: tuple[int, ...], rows: Rows, where: Rectangle, choice: Choice
-    ) -> tuple[Choice, Floats | None]:
+    ) -> tuple[Choice, Floats | None, Work]:
         """Judge levels near the chosen one, from the most exact down to the first that fails.
 
         So all are judged at the probability of one. Return the cheapest, or the most exact one if
-        it fails, and the exact outputs of the rows.
+        it fails, the exact outputs of the rows, and more work. Without exact clusters no own key
+        raises its cluster: few rows may miss theirs, so that all rows tell, drawn or not.
         """
         levels, stop = choice.trial.levels, choice.level + LEVELS_NEAR + 1
         levels = levels[max(0, choice.level - LEVELS_NEAR) : stop] + levels[stop::4]
         head = self._tokens.head(index, rows, where)
         curve = error_curve(head, choice.trial.clusters, self._given.scale, levels)
-        trial = choice.trial._replace(levels=levels, curve=curve)
-        fails = np.flatnonzero(~(curve.bound <= np.asarray(self._given.tolerance)))
+        trial, more = choice.trial._replace(levels=levels, curve=curve), Work()
+        tolerance = np.asarray(self._given.tolerance)
+        may_miss = rows.weights is not None and head.same_place is not None and not levels[0]
+        if may_miss and trial.clusters is not None and curve.bound[0] <= tolerance:
+            whole = self._tokens.head(index, self._tokens.rows(index, self._length), where)
+            with np.errstate(all="ignore"):
+                missed = own_error(whole, trial.clusters, self._given.scale)
+            curve.bound[0] = np.hypot(curve.bound[0], missed)
+            more = Work(features=float(self._length * trial.num_features))
+        fails = np.flatnonzero(~(curve.bound <= tolerance))
         level = min(int(fails[-1]) + 1 if len(fails) else 0, len(levels) - 1)
         ways = (Choice(trial, i) for i in range(level, len(levels)))
         best = min(ways, key=lambda x: float(cost_of(x.work(self._problem), self._problem)))
-        return best, curve.exact
+        return best, curve.exact, more
 
     def _like_output(self, rows: Floats | None, places: NDArray[np.intp]) -> Array | None:
         """Return rows in the caller's library."""
