@@ -636,6 +636,13 @@ def test_errors(options, kind, match):
         linattn.attention(*clustered(2500), **options)
 
 
+@pytest.mark.parametrize("name", ["attention", "held_out_error"])
+def test_unequal_lengths_are_not_sent_to_an_option_that_is_refused(name):
+    call = linattn.attention if name == "attention" else partial(held_out_error, np.ones((4, 8)))
+    with pytest.raises(ValueError, match=r"equal length, got 4 and 6; pass equal lengths$"):
+        call(query=np.ones((4, 8)), key=np.ones((6, 8)), value=np.ones((6, 8)), is_causal=True)
+
+
 @full_and_causal
 @pytest.mark.parametrize("tolerance", [0.1, None])
 @pytest.mark.parametrize("what", ["nan_query", "nan_key", "nan_value", "inf_value"])

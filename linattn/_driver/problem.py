@@ -385,16 +385,26 @@ def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
 # Softmax attention --------------------------------------------------------------------------------
 
 
-def exact_problem(query: Any, key: Any, value: Any, **options: Any) -> Problem:
+LAST_POSITIONS = 'pass equal lengths, or is_causal="lower_right" for the last positions of the keys'
+
+
+def exact_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    remedy: str = LAST_POSITIONS,
+    **options: Any,
+) -> Problem:
     """Check the arguments of softmax attention and describe the computation.
 
-    ``options``: the fields of :class:`~linattn._driver.options.Options`.
+    ``remedy``: what to do about causal attention of unequal lengths. ``options``: the fields of
+    :class:`~linattn._driver.options.Options`.
     """
     given = Options(**options)
     xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
     query, key, value = arrays
     sees = visibility(query, key, given)
-    remedy = 'pass equal lengths, or is_causal="lower_right" for the last positions of the keys'
     check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))

@@ -221,6 +221,7 @@ def attention(
         is_causal=is_causal,
         key_mask=key_mask,
         key_bias=key_bias,
+        remedy="pass equal lengths",
     )
     if _arrays.is_differentiated(query, key, value, key_bias):
         # Clusters are found on the host, and have no gradient.

@@ -218,8 +218,16 @@ def held_out_error(
         output=output, query=query, key=key, value=value
     )
     is_causal = _checks.check_flag("is_causal", is_causal)
-    weights = {"key_mask": key_mask, "key_bias": key_bias}
-    problem = exact_problem(query, key, value, scale=scale, is_causal=is_causal, **weights)
+    problem = exact_problem(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        key_mask=key_mask,
+        key_bias=key_bias,
+        remedy="pass equal lengths",
+    )
     L, e = query.shape[-2], value.shape[-1]
     if tuple(output.shape) != (*problem.lead, L, e):
         message = f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
