@@ -672,6 +672,16 @@ def test_queries_out_of_range_are_exact(eager):
     assert_allclose(output, linattn.softmax_attention(*arrays), rtol=1e-6)
 
 
+def test_a_causal_head_without_keys_warns_of_nothing():
+    query, key, value = clustered(7000, dim=16, dtype=np.float32)
+    options: Any = {"is_causal": True, "key_mask": np.array([[True], [False]]), "tolerance": 0.4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="tolerance=")
+        output = linattn.attention(query, key, value, rng=0, **options)
+    assert_array_equal(output[1], 0)
+
+
 def test_far_look_ups_are_judged_as_they_are_computed():
     """Logits that differ by far more than 80: clusters weigh nothing beside the key of a query."""
     rng = np.random.default_rng(0)

@@ -350,8 +350,8 @@ class Call:
 
     def _unseen(self, rows: Rows, exact: Floats, units: Floats) -> Any:
         """Bound the square of a row that was not drawn."""
-        unseen = rows.unseen(exact)
-        return min(unseen, MAX_UNIT * float(np.median(units))) if self._is_causal else unseen
+        limit = MAX_UNIT * float(np.median(units)) if self._is_causal and len(units) else np.inf
+        return min(rows.unseen(exact), limit)
 
 
 def _host(x: Array) -> Floats:
