@@ -163,7 +163,7 @@ def attention(
     diagonal is exact. Without a tolerance all heads are exact. Given the chosen methods (which
     rows of the whole sequence decide), output i depends on no later token.
 
-    *Search.* Heads are tried with m = 64. A few exact rows, a 64th of all, give the error for every
+    *Search.* Heads are tried with m = 64. 64 exact rows give the error for every
     number of exact clusters. Errors fall about with the square root of m at a given share of exact
     keys. So a head may be tried once more, with the power of 2 of the least expected cost. If one
     of the two promises to be cheaper than exact attention, fresh rows judge the head, as many as
@@ -178,7 +178,7 @@ def attention(
     square. Their joint output is judged by fresh rows.
 
     *Error.* It is always estimated, from rows of exact attention that no choice of clusters
-    depends on: a 32nd of all, at least 64 and at most 256 a head, and more if the tolerance needs
+    depends on: a 32nd of all, at least 64 and at most 128 a head, and more if the tolerance needs
     them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the inverse odds.
     ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean query.
 

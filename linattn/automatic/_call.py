@@ -95,7 +95,7 @@ class Call:
         if self._is_causal:
             self._row = S / 2
         elif given.tolerance is not None:
-            self._num_rows = max(min(self._num_rows, MIN_HELD_OUT), self._num_rows // 2)
+            self._num_rows = min(self._num_rows, MIN_HELD_OUT)
         self._exact_cost = exact_pairs(problem)
         self._spare = MAX_VAIN * given.num_heads * self._exact_cost
         self._rectangles = rectangles_of(self._wide, self._num_rows)
