@@ -21,7 +21,13 @@ import linattn
 from benchmarks.real_inputs import INPUTS, Case
 from linattn.automatic import _costs
 
-CONSTANTS = ("MIN_FEATURES", "MAX_SEARCH", "MAX_VAIN", "MIN_HELD_OUT", "MAX_HELD_OUT")
+CONSTANTS: tuple[str, ...] = (
+    "MIN_FEATURES",
+    "MAX_SEARCH",
+    "MAX_VAIN",
+    "MIN_HELD_OUT",
+    "MAX_HELD_OUT",
+)
 CONSTANTS += ("MAX_PROMISED", "SAMPLED_KEYS", "DRAWS", "LLOYD_STEPS", "LEVELS_NEAR", "MARGIN")
 TOLERANCES = (0.05, 0.1)
 
@@ -36,19 +42,20 @@ def set_constant(name: str, value: Any) -> None:
 def cost(case: Case, tolerance: float, seed: int) -> float:
     """Return the counted time of a call over that of exact attention."""
     spent: list[float] = []
-    make = linattn.automatic.make_report
+    module: Any = linattn.automatic
+    make = module.make_report
 
     def spy(problem: Any, heads: Any) -> Any:
         exact = _costs.exact_pairs(problem)
         spent.append(np.mean([_costs.cost_of(head.work, problem) / exact for head in heads]))
         return make(problem, heads)
 
-    linattn.automatic.make_report = spy
+    module.make_report = spy
     try:
         options: Any = dict(case.options, tolerance=tolerance, rng=seed, return_report=True)
         linattn.attention(*case[:3], **options)
     finally:
-        linattn.automatic.make_report = make
+        module.make_report = make
     return spent[0]
 
 
