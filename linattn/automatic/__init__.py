@@ -184,8 +184,7 @@ def attention(
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
     probability of 0.95. The bound uses a rule of three: rows that were not drawn count as wrong by
-    the mean output, times 2 for their odds. It may miss rows with larger errors. If L = S and no
-    cluster is exact, the own keys that clusters miss are counted of all rows. In full attention
+    the mean output, times 2 for their odds. It may miss rows with larger errors. In full attention
     the same rows choose the number of exact clusters and judge it, from the most exact down to the
     first that fails.
 

@@ -27,7 +27,7 @@ from linattn.automatic._costs import (
     num_rows_of,
     read_work,
 )
-from linattn.automatic._curves import PROBABILITY, error_curve, own_error
+from linattn.automatic._curves import PROBABILITY, error_curve
 from linattn.automatic._fit import Clusters
 from linattn.automatic._heads import Given, rows_of
 from linattn.automatic._rectangles import Choices, attend, rectangles_of
@@ -163,7 +163,7 @@ class Call:
         if given.tolerance is None:
             ((where, trial),) = trials.items()
             # Or fewer that are as near.
-            most = trial.curve.error[trial.levels.index(UNCHECKED)] + 1e-6
+            most = trial.curve.error[np.searchsorted(trial.levels[:-1], UNCHECKED)] + 1e-6
             choice = Choice(trial, int(np.argmax(~(trial.curve.error > most))))
             error, bound = (float(x[choice.level]) for x in (trial.curve.error, trial.curve.bound))
             if not error < np.inf:
@@ -206,8 +206,7 @@ class Call:
             error, bound = self._judge(rows, near, judged_by)
         else:
             ((where, choice),) = choices.items()
-            choice, output, more = self._with_judged_level(index, rows, where, choice)
-            work = work.plus(more)
+            choice, output = self._with_judged_level(index, rows, where, choice)
             choices, exact = {where: choice}, self._like_output(output, first)
             curve = choice.trial.curve
             error, bound = float(curve.error[choice.level]), float(curve.bound[choice.level])
@@ -226,31 +225,22 @@ class Call:
 
     def _with_judged_level(
         self, index: tuple[int, ...], rows: Rows, where: Rectangle, choice: Choice
-    ) -> tuple[Choice, Floats | None, Work]:
+    ) -> tuple[Choice, Floats | None]:
         """Judge levels near the chosen one, from the most exact down to the first that fails.
 
         So all are judged at the probability of one. Return the cheapest, or the most exact one if
-        it fails, the exact outputs of the rows, and more work. Without exact clusters no own key
-        raises its cluster: few rows may miss theirs, so that all rows tell, drawn or not.
+        it fails, and the exact outputs of the rows.
         """
         levels, stop = choice.trial.levels, choice.level + LEVELS_NEAR + 1
         levels = levels[max(0, choice.level - LEVELS_NEAR) : stop] + levels[stop::4]
         head = self._tokens.head(index, rows, where)
         curve = error_curve(head, choice.trial.clusters, self._given.scale, levels)
-        trial, more = choice.trial._replace(levels=levels, curve=curve), Work()
-        tolerance = np.asarray(self._given.tolerance)
-        may_miss = rows.weights is not None and head.same_place is not None and not levels[0]
-        if may_miss and trial.clusters is not None and curve.bound[0] <= tolerance:
-            whole = self._tokens.head(index, self._tokens.rows(index, self._length), where)
-            with np.errstate(all="ignore"):
-                missed = own_error(whole, trial.clusters, self._given.scale)
-            curve.bound[0] = np.hypot(curve.bound[0], missed)
-            more = Work(features=float(self._length * trial.num_features))
-        fails = np.flatnonzero(~(curve.bound <= tolerance))
+        trial = choice.trial._replace(levels=levels, curve=curve)
+        fails = np.flatnonzero(~(curve.bound <= np.asarray(self._given.tolerance)))
         level = min(int(fails[-1]) + 1 if len(fails) else 0, len(levels) - 1)
         ways = (Choice(trial, i) for i in range(level, len(levels)))
         best = min(ways, key=lambda x: float(cost_of(x.work(self._problem), self._problem)))
-        return best, curve.exact, more
+        return best, curve.exact
 
     def _like_output(self, rows: Floats | None, places: NDArray[np.intp]) -> Array | None:
         """Return rows in the caller's library."""
@@ -296,7 +286,10 @@ class Call:
             query = self._tokens.queries(index, among)
             with np.errstate(all="ignore"):
                 clusters = Clusters.of(head, query, m, self._given.scale, self._given.generator)
-        levels = tuple(count for count in LEVELS if 2 * count <= m)
+        # With an exact cluster no query misses its own key, drawn or not.
+        first = head.same_place is not None
+        C = 0 if clusters is None else len(clusters.starts)
+        levels = tuple(count for count in LEVELS if first <= count and 2 * count <= C) or (0,)
         return Trial(m, levels, clusters, error_curve(head, clusters, self._given.scale, levels))
 
     def _total(self, rows: Rows, output: Floats, log: Floats) -> Total:

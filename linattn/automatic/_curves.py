@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from linattn.automatic._fit import TILE, Clusters
 from linattn.automatic._tokens import Head
 
-__all__ = ["PROBABILITY", "ErrorCurve", "error_curve", "own_error"]
+__all__ = ["PROBABILITY", "ErrorCurve", "error_curve"]
 
 Floats = NDArray[Any]
 
@@ -105,45 +105,13 @@ def _scores(head: Head, clusters: Clusters, logs: Floats, scale: float) -> Float
     """Return scores of clusters: those of the largest are exact. Own keys raise their clusters."""
     scores = logs + clusters.bias
     if head.same_place is not None:
-        place, logit = _own_keys(head, clusters, scale)
+        place = np.searchsorted(clusters.positions, head.rows.places)
+        place = np.minimum(place, len(clusters.positions) - 1)
+        is_key = clusters.positions[place] == head.rows.places
+        diagonal = np.where(is_key, scale * np.vecdot(head.query, head.same_place), -np.inf)
         at = np.arange(len(scores)), clusters.of_key[place]
-        scores[at] = np.maximum(scores[at], logit)
+        scores[at] = np.maximum(scores[at], diagonal)
     return scores
-
-
-def _own_keys(
-    head: Head, clusters: Clusters, scale: float
-) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """Return which unmasked key stands at each row's place, and its logit; -inf if none does."""
-    assert head.same_place is not None
-    place = np.searchsorted(clusters.positions, head.rows.places)
-    place = np.minimum(place, len(clusters.positions) - 1)
-    is_key = clusters.positions[place] == head.rows.places
-    return place, np.where(is_key, scale * np.vecdot(head.query, head.same_place), -np.inf)
-
-
-def own_error(head: Head, clusters: Clusters, scale: float) -> float:
-    """Relative error of rows whose own keys clusters miss, with no exact cluster.
-
-    An own key lacks a weight x: its own less the mean of its cluster's keys. Beside weights by
-    clusters, which sum to z, the output o is then off by ``x / (z + x) (v - o)``. O(h C (d + e)).
-    """
-    place, logit = _own_keys(head, clusters, scale)
-    mean, size = clusters.sums[:, -1] / clusters.sizes, max(16, TILE // len(clusters.sizes))
-    square = unit = 0.0
-    for rows in (slice(i, i + size) for i in range(0, len(place), size)):
-        logs = head.query[rows] @ clusters.centre.T + clusters.log_scale
-        shift = np.maximum(logs.max(axis=-1), logit[rows])
-        weights, cluster = np.exp(logs - shift[:, None]), clusters.of_key[place[rows]]
-        sums = (weights @ clusters.sums).astype(np.float64)
-        of_own = weights[np.arange(len(cluster)), cluster] * mean[cluster]
-        lacks = np.maximum(np.exp(logit[rows] - shift) - of_own, 0)
-        output = sums[:, :-1] / sums[:, -1:]
-        apart = head.values_and_one[place[rows], :-1] - output
-        share = lacks / (sums[:, -1] + lacks)
-        square += float(share**2 @ np.vecdot(apart, apart))
-        unit += float(np.vecdot(output, output).sum())
-    return 0.0 if square == 0 else float(np.sqrt(np.divide(square, unit)))
 
 
 def _exact_sums(

@@ -94,7 +94,7 @@ def _rectangle(
     given: Given, choices: Sequence[Choices], places: Any, where: Rectangle
 ) -> tuple[Array, Array]:
     """Return full attention of some queries to all keys of a rectangle, and its log normalizer."""
-    rows, groups = _as_slice(places), defaultdict(list)
+    rows, groups, xp = _as_slice(places), defaultdict(list), given.problem.xp
     for head, of_head in enumerate(choices):
         choice = of_head.get(where)
         groups[choice and (choice.trial.num_features, choice.num_exact)].append(head)
@@ -102,21 +102,16 @@ def _rectangle(
     parts: dict[int, tuple[Array, Array]] = {}
     same_place = None
     if not given.problem.sees.is_causal and given.problem.query.shape[-2] == where.stop:
-        same_place = rows_of(given.problem.xp, given.problem.key, rows)
+        same_place = rows_of(xp, given.problem.key, rows)
     for way, heads in groups.items():
         part_of_heads = part.only(heads) if len(groups) > 1 else part
         if way is None:
             found = part_of_heads.exact(want_log=True)
         else:
             of_heads = [choices[head][where] for head in heads]
-            of_part = (
-                None
-                if same_place is None
-                else given.problem.xp.stack([same_place[h, ...] for h in heads])
-            )
-            found = _by_clusters(part_of_heads, of_heads, of_part, places)
+            own = None if same_place is None else xp.stack([same_place[h, ...] for h in heads])
+            found = _by_clusters(part_of_heads, of_heads, own, places)
         parts |= {head: (found[0][i, ...], found[1][i, ...]) for i, head in enumerate(heads)}
-    xp = given.problem.xp
     output, log = (xp.stack([parts[head][i] for head in sorted(parts)]) for i in range(2))
     return output, log
 
