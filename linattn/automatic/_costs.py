@@ -43,8 +43,8 @@ may lose. With half of it calls cost 1.8 to 2.3, since single heads are no longe
 
 MIN_HELD_OUT, MAX_HELD_OUT = 64, 128
 """Bounds of the number of exact rows of a head, a 32nd of all, if its tolerance needs no more. The
-first judges a trial: estimates by 64 rows are off by some 10 %. With at most 256 rows, of which
-half judged trials, calls cost 1.06 and 1.11 at tolerances of .05 and .1."""
+first judges a trial: estimates by 64 rows are off by some 10 %. With at most 256 rows, and half of
+them for trials, calls cost 1.06 and 1.11 at tolerances of .05 and .1."""
 
 MAX_PROMISED = 0.85
 """Expected over known cost up to which a head is judged, and its square that up to which other

@@ -123,7 +123,7 @@ class Given(NamedTuple):
 
 
 def rows_of(xp: Any, x: Array, rows: Places) -> Array:
-    """Take rows of an array: a view of those of a slice."""
+    """Take rows of an array: a view, if they are a slice."""
     if isinstance(rows, slice):
         return x[..., rows, :]
     index = xp.asarray(rows, device=array_api_compat.device(x))

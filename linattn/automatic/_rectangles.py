@@ -109,8 +109,8 @@ def _rectangle(
             found = part_of_heads.exact(want_log=True)
         else:
             of_heads = [choices[head][where] for head in heads]
-            own = None if same_place is None else xp.stack([same_place[h, ...] for h in heads])
-            found = _by_clusters(part_of_heads, of_heads, own, places)
+            keys = None if same_place is None else xp.stack([same_place[h, ...] for h in heads])
+            found = _by_clusters(part_of_heads, of_heads, keys, places)
         parts |= {head: (found[0][i, ...], found[1][i, ...]) for i, head in enumerate(heads)}
     output, log = (xp.stack([parts[head][i] for head in sorted(parts)]) for i in range(2))
     return output, log

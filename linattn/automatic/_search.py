@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Clusters of one head in one rectangle, of which some are exact for each query.
+    """Clusters of one head in one rectangle, some of them exact for each query.
 
     Attributes
     ----------
