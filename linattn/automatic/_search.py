@@ -25,13 +25,17 @@ from linattn.typing import Problem
 __all__ = ["LEVELS", "MARGIN", "UNCHECKED", "Choice", "Trial", "search"]
 
 LEVELS = (*range(5), *range(6, 25, 2), *range(28, 49, 4), *range(56, 81, 8), 96, 112, 128)
-"""Numbers of exact clusters to choose from: at most half of the clusters."""
+"""Numbers of exact clusters to choose from: at most half of the clusters. From 12 on each is larger
+than the one before it by a fifth at most."""
 
 MARGIN = 1.25
-"""Rows that judge a head, over those that the rows of a trial say to be enough."""
+"""Rows that judge a head, over the rows that a trial says to be enough. With half of it calls cost
+1.9 to 2.1, with twice of it 1.2 to 1.4 (the calls of _costs.py)."""
 
 UNCHECKED = 4
-"""Exact clusters without a tolerance."""
+"""Exact clusters without a tolerance. With 2, 4 and 8, median errors of MiniLM's heads are .19, .12
+and .07, of Whisper's .12, .07 and .03, at .08, .11 and .17 of the pairs of exact attention, 9,216
+tokens."""
 
 
 class Trial(NamedTuple):
