@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn import _arrays, _generic
+from linattn import _arrays, _generic, _settings
 from linattn.typing import Declined, Problem, WholeTier
 
 __all__ = [
@@ -121,17 +121,7 @@ EMPTY = Declined("an axis has length 0")
 _mode: ContextVar[_Mode] = ContextVar("linattn_mode", default=DEFAULT)
 
 
-@contextmanager
-def _changed(**changes: Any) -> Iterator[None]:
-    token = _mode.set(_mode.get()._replace(**changes))
-    try:
-        yield
-    finally:
-        _mode.reset(token)
-
-
-@contextmanager
-def without_backends() -> Iterator[None]:
+def without_backends() -> AbstractContextManager[Any]:
     """Run the generic array-API code for every library inside a ``with`` block.
 
     Results agree with a backend's to rounding; use it to check a backend, or to rule one out.
@@ -142,8 +132,7 @@ def without_backends() -> Iterator[None]:
     >>> with linattn.without_backends():
     ...     pass
     """
-    with _changed(backends=False):
-        yield
+    return _settings.changed(_mode, backends=False)
 
 
 @contextmanager
@@ -174,7 +163,7 @@ def explain() -> Iterator[Explanation]:
     {'linattn_numpy'}
     """
     report = Explanation()
-    with _changed(report=report):
+    with _settings.changed(_mode, report=report):
         yield report
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from linattn import _checks
 
-__all__ = ["Settings", "config", "current_settings", "use_settings"]
+__all__ = ["Settings", "changed", "config", "current_settings", "use_settings"]
 
 
 class Settings(NamedTuple):
@@ -30,8 +30,9 @@ def current_settings() -> Settings:
     return _settings.get()
 
 
-@contextmanager
-def config(num_threads: int | None = None, precision: str | None = None) -> Iterator[Settings]:
+def config(
+    num_threads: int | None = None, precision: str | None = None
+) -> AbstractContextManager[Settings]:
     """Change settings for the calls inside a ``with`` block.
 
     Parameters
@@ -45,10 +46,10 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
         the factors of float32 products to 10 bits after the point. None leaves the setting
         unchanged. Without a setting float64 inputs accumulate in float64, all others in float32.
 
-    Yields
-    ------
-    Settings
-        The settings in force inside the block.
+    Returns
+    -------
+    context manager
+        It yields the settings in force inside the block.
 
     Raises
     ------
@@ -66,24 +67,36 @@ def config(num_threads: int | None = None, precision: str | None = None) -> Iter
     ...     settings.num_threads
     1
     """
-    changed = current_settings()
+    given: dict[str, Any] = {}
     if num_threads is not None:
-        count = _checks.check_positive_int("num_threads", num_threads)
-        changed = changed._replace(num_threads=count)
+        given["num_threads"] = _checks.check_positive_int("num_threads", num_threads)
     if precision is not None:
         if precision not in ("float64", "tf32"):
             message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
             raise ValueError(message)
-        changed = changed._replace(precision=precision)
-    with use_settings(changed):
-        yield changed
+        given["precision"] = precision
+    return changed(_settings, **given)
+
+
+def use_settings(settings: Settings) -> AbstractContextManager[Settings]:
+    """Replace all settings inside a ``with`` block, for example by those of an earlier call."""
+    return changed(_settings, **settings._asdict())
 
 
 @contextmanager
-def use_settings(settings: Settings) -> Iterator[None]:
-    """Replace all settings inside a ``with`` block, for example by those of an earlier call."""
-    token = _settings.set(settings)
+def changed(variable: ContextVar[Any], **changes: Any) -> Iterator[Any]:
+    """Replace fields of the named tuple in a context variable inside a ``with`` block.
+
+    An interrupt may come anywhere: the old value is known before the new one is set.
+    """
+    before = variable.get()
+    now = before._replace(**changes)
     try:
-        yield
+        try:
+            variable.set(now)
+            yield now
+        finally:
+            variable.set(before)
     finally:
-        _settings.reset(token)
+        # The interrupt may have come before the same line above.
+        variable.set(before)

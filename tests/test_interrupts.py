@@ -1,0 +1,78 @@
+"""An interrupt inside a context manager of the library leaves no setting behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+import linattn
+import linattn_numpy
+from linattn import _dispatch, _settings
+from linattn_numpy import blas
+
+SOURCES = str(Path(inspect.getfile(linattn)).parent)
+BACKEND = str(Path(inspect.getfile(linattn_numpy)).parent)
+
+
+def _state():
+    found = blas.controller()
+    threads = [] if found is None else [each.num_threads for each in found.lib_controllers]
+    return _settings.current_settings(), _dispatch._mode.get(), dict(blas.blas._users), threads
+
+
+def _interrupted(make, step):
+    """Enter and leave a block; raise at the opcode of that number; say whether there was one."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        name = frame.f_code.co_filename
+        if name != contextlib.__file__ and not name.startswith((SOURCES, BACKEND)):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == step:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with make():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: linattn.config(num_threads=1, precision="float64"),
+        linattn.without_backends,
+        linattn.explain,
+        lambda: _settings.use_settings(_settings.Settings(3, "tf32")),
+        linattn_numpy.limited_threads,
+    ],
+    ids=["config", "without_backends", "explain", "use_settings", "limited_threads"],
+)
+def test_an_interrupt_at_any_opcode_leaves_no_setting(make):
+    with make():
+        pass
+    before = _state()
+    step = 1
+    while _interrupted(make, step):
+        assert _state() == before, step
+        step += 1
+    assert step > 60
+    assert _state() == before
+    gc.collect()
