@@ -337,6 +337,37 @@ def test_a_state_is_of_as_many_layers():
         layers.decoder(two, x, initial_state=state, **options)
 
 
+def test_a_state_is_of_the_same_function_and_attention():
+    drawn = layers.init_decoder(rng(), 1, DIM, HEADS, dtype=np.float64)
+    one = {n.removeprefix("layers.0."): array for n, array in drawn.items()}
+    attend = {n.removeprefix("self_attn."): a for n, a in one.items() if "self_attn" in n}
+    x = rng(1).standard_normal((2, 5, DIM))
+    options = {"num_heads": HEADS, "attention": ELU}
+    calls = {
+        "DecoderState": lambda **more: layers.decoder(drawn, x, **options | more),
+        "LayerState": lambda **more: layers.decoder_layer(one, x, **options | more),
+        "AttentionState": lambda **more: layers.multi_head_attention(
+            attend, x, is_causal=True, **options | more
+        ),
+    }
+    states = {name: call(return_state=True)[1] for name, call in calls.items()}
+    assert {type(state).__name__ for state in states.values()} == set(calls)
+    calls["DecoderState "] = lambda initial_state, **more: layers.language_model(
+        model(), np.arange(3), initial_state=initial_state, **options | more
+    )
+    for wanted, call in calls.items():
+        for state in (*states.values(), states["AttentionState"].cache, (1, 2), {}, "state"):
+            got = type(state).__name__
+            if got != wanted.strip():
+                text = f"object of type {wanted.strip()}, got {got}; pass the state"
+                with pytest.raises(TypeError, match=f"initial_state must hold an {text}"):
+                    call(initial_state=state)
+        for name, other in STREAMS.items():
+            if name in ("softmax", "bounded") and wanted in states:
+                with pytest.raises(TypeError, match=r"initial_state .* got State; pass the state"):
+                    call(initial_state=states[wanted], attention=other)
+
+
 @pytest.mark.parametrize(
     "attention", [DECAY, layers.SoftmaxAttention(window=1), layers.LandmarkAttention()], ids=str
 )

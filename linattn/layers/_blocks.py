@@ -199,6 +199,7 @@ def stream_layer(
             "they are of a causal stream of tokens"
         )
         raise ValueError(message)
+    _heads.check_state(state, LayerState)
     tokens, of_memory = (None, None) if state is None else state
     start = 0 if tokens is None else tokens.length
 
@@ -330,6 +331,7 @@ def stream_stack(
     state: DecoderState | None,
 ) -> tuple[Array, DecoderState]:
     """Apply layers and the last norm to the next tokens of a stream; return the new state too."""
+    _heads.check_state(state, DecoderState)
     layers, final = _layers_and_norm(params)
     before: Sequence[LayerState | None] = [None] * len(layers) if state is None else state.layers
     if len(before) != len(layers):

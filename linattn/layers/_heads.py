@@ -101,7 +101,9 @@ def stream(
     """Attend causally to the tokens of a state and to these; return the new state too."""
     inner, outer, shape = _checked(params, x, heads)
     (query, key, value), _ = _project(inner, x, None, shape, heads.eps)
+    check_state(state, AttentionState)
     cache, length = (None, 0) if state is None else state
+    check_state(cache, *heads.attention.cache_kinds)
     if isinstance(heads.positions, Rotary):
         query, key = (heads.positions.rotate(array, length) for array in (query, key))
     scope = _scope(Scope(is_causal=True), x, heads, shape)
@@ -156,6 +158,17 @@ def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Sha
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind):
         message = f"{name} must be one of linattn.layers, such as {wanted}, got {value!r}"
+        raise TypeError(message)
+
+
+def check_state(state: Any, *kinds: type) -> None:
+    """Check that a state, or the cache in it, is of a kind that this call returns."""
+    if state is not None and not isinstance(state, kinds):
+        message = (
+            f"initial_state must hold an object of type {kinds[0].__name__}, got "
+            f"{type(state).__name__}; pass the state that return_state=True returned, of the same "
+            f"function and attention"
+        )
         raise TypeError(message)
 
 
