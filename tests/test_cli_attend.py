@@ -32,7 +32,9 @@ LENGTH, DIM, WIDTH = 300, 8, 4
 FILES = ("q.npy", "k.npy", "v.npy")
 NAMES = ("query", "key", "value")
 PHI = fm.PositiveFeatures(DIM, num_features=16, rng=0)
-OPTIONS = ("--map", "PositiveFeatures", "--num-features", "16", "--block-size", "70")
+OPTIONS = (
+    "--map", "PositiveFeatures", "--num-features", "16", "--block-size", "70", "--tolerance", "inf"
+)  # fmt: skip
 
 
 def arrays(length=LENGTH):
@@ -60,7 +62,11 @@ class TestResult:
         result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
         assert result.exit_code == 0, result.output
         assert result.stderr == ""
-        line = r"300 tokens in [\d.]+ m?s \([\d,]+ a second\), peak memory [\d.]+ [MG]iB\n"
+        line = (
+            r"o.npy: 300 tokens by PositiveFeatures in [\d.]+ m?s \([\d,]+ a second\), peak memory "
+            r"[\d.]+ [MG]iB; within the tolerance inf: error against exact attention on 64 rows: "
+            r"([\d.]+), worst head [\d.]+\n"
+        )
         assert re.fullmatch(line, result.stdout)
         wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True, key_mask=mask)
         np.testing.assert_allclose(np.load("o.npy"), wanted, rtol=1e-4, atol=1e-5)
@@ -79,6 +85,7 @@ class TestResult:
         for name, array in zip(NAMES, arrays(), strict=True):
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
         words = ("--map", "landmarks", "--num-features", "16", "--window", "8", "--check", "20")
+        words = (*words, "--tolerance", "0.9")
         result = attend("data.zarr", "--out", "out.zarr", *words)
         assert result.exit_code == 0, result.output
         assert "error against exact attention on 20 rows: 0." in result.stdout
@@ -117,7 +124,7 @@ class TestResult:
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_check_is_the_error_on_exact_rows(self, folder, causal, monkeypatch):
-        monkeypatch.setattr(files_to_file, "CHECKED_KEYS", 90)
+        monkeypatch.setattr(files_to_file, "KEYS", 90)
         flag = ["--causal"] if causal else []
         np.save("m.npy", np.arange(LENGTH) % 5 > 0)
         words = (*OPTIONS, *flag, "--mask", "m.npy", "--check", "1000")
@@ -147,7 +154,7 @@ class TestResult:
             "from linattn.feature_maps import PositiveFeatures\n"
             f"phi = PositiveFeatures({DIM}, num_features=16, rng=0)\n"
         )
-        assert attend(*FILES, "--out", "c.npy", "--map", "maps_to_attend:phi").exit_code == 0
+        assert attend(*FILES, "--out", "c.npy", *OPTIONS[6:], "--map", "maps_to_attend:phi").exit_code == 0
         assert np.load("a.npy").tobytes() == np.load("b.npy").tobytes()
         np.testing.assert_allclose(np.load("a.npy"), np.load("c.npy"), rtol=1e-4, atol=1e-5)
 
@@ -396,7 +403,7 @@ class TestCluster:
         for module in (cluster, files_to_file):
             monkeypatch.setattr(module, "BLOCKS_AT_ONCE", 2)
         np.save("m.npy", np.arange(LENGTH) % 5 > 0)
-        options = ("--causal", *OPTIONS[:4], "--mask", "m.npy")
+        options = ("--causal", *OPTIONS[:4], *OPTIONS[6:], "--mask", "m.npy")
         words = (*FILES, "--out", "o.npy", *options, "--block-size", "60", "--workers", "1")
         with monkeypatch.context() as patch:
             TestGoingOn._break_off(None, patch, KeyboardInterrupt(), blocks=1)

@@ -330,7 +330,8 @@ _Map = Annotated[
         "--map",
         metavar="NAME",
         help="Feature map: a class of linattn such as PositiveFeatures (see verify --list), a "
-        "name of compare --list, or MODULE:OBJECT.  [default: landmarks; with --causal favor+]",
+        "name of a map in compare --list, or MODULE:OBJECT; or exact, for exact attention in "
+        "quadratic time.  [default: landmarks; with --causal favor+]",
     ),
 ]
 _Mask = Annotated[
@@ -349,7 +350,17 @@ _SaveState = Annotated[
 ]
 _Check = Annotated[
     int | None,
-    typer.Option(metavar="ROWS", help="Compute so many rows exactly at the end; show the error."),
+    typer.Option(
+        metavar="ROWS", help="Rows of each head computed exactly at the end.  [default: 64]"
+    ),
+]
+_Tolerance = Annotated[
+    float,
+    typer.Option(
+        metavar="NUMBER",
+        help="Largest relative error of a head on these rows; above it the exit code is 3. inf for "
+        "a model that was trained with the map.",
+    ),
 ]
 _BlockSize = Annotated[
     int | None,
@@ -384,6 +395,7 @@ def attend(
     start_state: _StartState = None,
     save_state: _SaveState = None,
     check: _Check = None,
+    tolerance: _Tolerance = 0.1,
     block_size: _BlockSize = None,
     seed: _Seed = 0,
     workers: _Workers = None,
@@ -394,8 +406,8 @@ def attend(
 
     A run that is interrupted or killed continues with --resume, and ends in the same bytes.
 
-    Exit code: 0 done; 1 the run broke off; 2 something is wrong with what was given, nothing was
-    written; 130 interrupted.
+    Exit code: 0 done, and within the tolerance; 1 the run broke off; 2 something is wrong with what
+    was given, nothing was written; 3 done, but above the tolerance, or not checked; 130 interrupted.
     """
     with _one_line_errors():
         from linattn.cli import attend as files_to_file
@@ -411,6 +423,7 @@ def attend(
             start_state=start_state,
             save_state=save_state,
             check=check,
+            tolerance=tolerance,
             block_size=block_size,
             seed=seed,
             workers=workers,
@@ -420,6 +433,9 @@ def attend(
         with _rows_progress() as progress:
             summary = files_to_file.run(settings, progress, _warn)
     say(str(summary), whole=True)
+    if summary.failure:
+        _fail(summary.failure)
+        raise typer.Exit(3)
 
 
 def _compare(settings: Settings) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,7 +21,9 @@ import linattn
 from linattn import _files, diagnostics
 from linattn.cli import report, stores
 from linattn.cli.cluster import BLOCKS_AT_ONCE, ClusterInputs, connected
+from linattn.cli.compare import relative_error
 from linattn.cli.errors import CommandError, RunError
+from linattn.cli.exact import KEYS, ExactInputs, ExactMap, attend_exactly
 from linattn.cli.maps import Choice, find_map, is_map
 from linattn.cli.tables import memory
 from linattn.cli.text import count, duration, reason
@@ -31,25 +34,17 @@ from linattn.typing import State
 
 __all__ = ["Settings", "Summary", "run"]
 
-MAPS = {
-    "favor+": "PositiveFeatures",
-    "hyperbolic": "HyperbolicFeatures",
-    "trigonometric": "TrigonometricFeatures",
-    "relu-performer": "ActivationFeatures",
-    "elu+1": "EluFeatures",
-    "relu": "ReluFeatures",
-    "landmarks": "LandmarkFeatures",
-}
-"""Names that ``linattn compare`` gives to maps."""
-
 MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 65536, 2**28
 """Rows of a block, and bytes of all its arrays, unless the user says otherwise."""
 
 SAMPLE_RUNS, SAMPLE_ROWS = 32, 256
 """Runs of rows, evenly spaced, that a map is fitted to, and rows of each."""
 
-CHECKED_KEYS = 16384
-"""Keys of a block of exact rows."""
+CHECKED_ROWS = 64
+"""Rows of each head that are computed exactly at the end, unless the user says otherwise."""
+
+TOLERANCE = 0.1
+"""Largest error of a head, as for :func:`linattn.attention`."""
 
 SECONDS = 60.0
 """Between two checkpoints."""
@@ -71,6 +66,7 @@ class Settings:
     start_state: Path | None = None
     save_state: Path | None = None
     check: int | None = None
+    tolerance: float = TOLERANCE
     block_size: int | None = None
     seed: int = 0
     workers: int | None = None
@@ -86,6 +82,9 @@ class Settings:
                 option = f"--{name.replace('_', '-')}"
                 message = f"{option}: want a whole number >= {minimum}, got {number}"
                 raise CommandError(message)
+        if not self.tolerance > 0:
+            message = f"--tolerance: want a number > 0, got {self.tolerance}"
+            raise CommandError(message)
         if self.check is not None and self.start_state is not None:
             message = "--check: not with --start-state, whose keys are not in the files"
             raise CommandError(message)
@@ -109,6 +108,8 @@ class Settings:
             option = f"--{name.replace('_', '-')}"
             if name in ("files", "resume") or value is None or value is False:
                 continue
+            if name == "tolerance" and value == TOLERANCE:
+                continue
             line += [option] if value is True else [option, str(value)]
         return shlex.join([*line, "--resume"])
 
@@ -116,27 +117,49 @@ class Settings:
 class Summary(NamedTuple):
     """What the last line tells."""
 
+    settings: Settings
     num_tokens: int
     seconds: float
     peak_bytes: int | None
     errors: NDArray[Any] | None
+    """Of each head; None where nothing could be checked."""
     num_rows: int
+
+    @property
+    def failure(self) -> str:
+        """Why the output is not known to be within the tolerance; "" if it is."""
+        out, tolerance = self.settings.out, self.settings.tolerance
+        if tolerance == np.inf:
+            return ""
+        if self.settings.start_state is not None:
+            return f"{out}: its error is not known; --tolerance inf accepts that"
+        if self.errors is None or not self.errors.max() > tolerance:
+            return ""
+        return (
+            f"{out}: the error of {self.settings.map}, {self.errors.max():.2g}, is above the "
+            f"tolerance {tolerance:g}; the file is kept. Try more --num-features, another --map, "
+            f"or --map exact; --tolerance inf is for a model trained with this map"
+        )
 
     def __str__(self) -> str:
         """Return the line."""
         rate = self.num_tokens / max(self.seconds, 1e-9)
         text = (
-            f"{count(self.num_tokens, 'token')} in {duration(self.seconds)} ({rate:,.0f} a second)"
+            f"{self.settings.out}: {count(self.num_tokens, 'token')} by {self.settings.map} in "
+            f"{duration(self.seconds)} ({rate:,.0f} a second)"
         )
         if self.peak_bytes is not None:
             text += f", peak memory {memory(self.peak_bytes)}"
-        if self.errors is not None:
-            worst = f", worst head {self.errors.max():.2g}" if self.errors.size > 1 else ""
-            rows = count(self.num_rows, "row")
-            text += (
-                f"; error against exact attention on {rows}: {np.median(self.errors):.2g}{worst}"
-            )
-        return text
+        if self.settings.start_state is not None:
+            return f"{text}; not checked: the keys of {self.settings.start_state} are in no file"
+        if self.errors is None:
+            return f"{text}; nothing to check"
+        worst = f", worst head {self.errors.max():.2g}" if self.errors.size > 1 else ""
+        judged = "above" if self.errors.max() > self.settings.tolerance else "within"
+        return (
+            f"{text}; {judged} the tolerance {self.settings.tolerance:g}: error against exact "
+            f"attention on {count(self.num_rows, 'row')}: {np.median(self.errors):.2g}{worst}"
+        )
 
 
 def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> Summary:
@@ -152,47 +175,96 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         It was interrupted, and can be resumed.
     """
     out = stores.Output(settings.out)
+    if not out.is_zarr:
+        _check_own_file("--out", settings.out, (*settings.files, settings.mask))
     out.check(resume=settings.resume)
-    query, key, value = stores.open_inputs(settings.files)
-    mask = None if settings.mask is None else stores.open_array(settings.mask)
+    arrays = stores.open_inputs(settings.files)
+    weights = {} if settings.mask is None else {"key_mask": stores.open_array(settings.mask)}
     if settings.save_state is not None:
-        _check_own_file(settings.save_state, settings, out)
+        others = (*settings.files, settings.mask, settings.out, out.checkpoint)
+        _check_own_file("--save-state", settings.save_state, others)
         report.check_file("--save-state", settings.save_state)
     start = time.perf_counter()
-    with _as_command_errors():
-        phi = _feature_map(settings, query, key)
+    with _as_command_errors(settings):
+        # Shapes and dtypes, before a map is fitted.
+        inputs = Inputs(*arrays, ExactMap(), weights, settings.causal, None)
+        check_inputs(inputs, None)
+        try:
+            phi = _feature_map(settings, inputs)
+        except CommandError:
+            _check_finite(settings, inputs)
+            raise
         before = None
         if settings.start_state is not None:
             before = linattn.load_state(settings.start_state, phi)
-        weights = {} if mask is None else {"key_mask": mask}
         kind = ClusterInputs if settings.on_cluster else Inputs
-        inputs = kind(query, key, value, phi, weights, settings.causal, settings.window)
+        if isinstance(phi, ExactMap):
+            _check_exact(settings)
+            kind = ExactInputs
+        inputs = kind(*arrays, phi, weights, settings.causal, settings.window)
         _, shape = check_inputs(inputs, before)
-    place: AbstractContextManager[None] = nullcontext()
-    if settings.on_cluster:
-        place = connected(settings.workers, settings.scheduler)
-    with place:
-        array = out.open(shape, query)
-        state = _solve(settings, inputs, before, out, array, progress, warn)
-    seconds = time.perf_counter() - start
-    if settings.save_state is not None:
-        with _as_run_errors(f"{settings.save_state}: cannot be written"):
-            linattn.save_state(settings.save_state, state, phi)
-    errors, num_rows = None, 0
-    if settings.check is not None and 0 not in (*shape, inputs.key.shape[-2]):
-        rows = diagnostics.held_out_rows(shape[-2], settings.check, settings.seed)
-        errors, num_rows = _errors(inputs, array, rows), len(rows)
-    return Summary(shape[-2], seconds, _peak_bytes(), errors, num_rows)
+    connection = connected(settings.workers, settings.scheduler)
+    with connection if settings.on_cluster else nullcontext():
+        _check_finite(settings, inputs)
+        array = out.open(shape, inputs.query)
+        found: list[Summary] = []
+
+        def finish(state: State) -> None:
+            seconds = time.perf_counter() - start
+            if settings.save_state is not None:
+                with _as_run_errors(f"{settings.save_state}: cannot be written"):
+                    linattn.save_state(settings.save_state, state, phi)
+            errors, num_rows = _errors(settings, inputs, array)
+            found.append(
+                Summary(settings, shape[-2], seconds, _peak_bytes(), errors, num_rows)
+            )
+
+        _solve(settings, inputs, before, out, array, progress, warn, finish)
+    return found[0]
 
 
-def _check_own_file(path: Path, settings: Settings, out: stores.Output) -> None:
-    """Check that saving the state replaces no file but --start-state."""
-    for other in (*settings.files, settings.mask, settings.out, out.checkpoint):
+def _check_exact(settings: Settings) -> None:
+    """Check that no option is given that exact attention has no use for."""
+    for name in ("num_features", "window", "start_state", "save_state", "workers", "scheduler"):
+        if getattr(settings, name) is not None:
+            message = f"--{name.replace('_', '-')}: not with --map exact"
+            raise CommandError(message)
+
+
+def _check_finite(settings: Settings, inputs: Inputs) -> None:
+    """Name the first number that is not finite: it would spread to other rows."""
+    for name in stores.NAMES:
+        array = getattr(inputs, name)
+        size = _block_size(array)
+        for start in range(0, array.shape[-2], size):
+            rows = slice(start, min(start + size, array.shape[-2]))
+            if isinstance(inputs, ClusterInputs):
+                counts = ~inputs.finite(name, rows)
+            else:
+                counts = ~np.isfinite(inputs.rows(name, rows)).all(axis=-1)
+            if name != "query":
+                counts = counts & inputs.weights_of(rows).get("key_mask", True)
+            if counts.any():
+                *lead, row = np.argwhere(counts)[0].tolist()
+                index = (*lead, start + row)
+                numbers = np.asarray(array[index])
+                column = int(np.argmin(np.isfinite(numbers)))
+                message = (
+                    f"{name} must be finite, got {numbers[column]} at {[*index, column]}; mend it"
+                    f"{'' if name == 'query' else ', or leave the key out by --mask'}"
+                )
+                raise CommandError(_with_files(settings, message))
+        release_pages(array)
+
+
+def _check_own_file(option: str, path: Path, others: Iterable[Path | None]) -> None:
+    """Check that a file that is written is none of the others."""
+    for other in others:
         if other is None:
             continue
         is_one = path.resolve() == other.resolve()
         if is_one or (path.exists() and other.exists() and path.samefile(other)):
-            message = f"--save-state {path}: is the file of {other} too; name another"
+            message = f"{option} {path}: is the file of {other} too; name another"
             raise CommandError(message)
 
 
@@ -204,7 +276,8 @@ def _solve(
     array: Any,
     progress: Progress,
     warn: Callable[[str], None],
-) -> State:
+    finish: Callable[[State], None],
+) -> None:
     """Attend on this machine; what was begun can be gone on with, and says so."""
     begun = False
 
@@ -216,24 +289,25 @@ def _solve(
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            size = settings.block_size or _block_size(inputs, array)
+            arrays = (inputs.query, inputs.key, inputs.value, array)
+            size = settings.block_size or _block_size(*arrays)
             if settings.on_cluster:
                 size *= BLOCKS_AT_ONCE
-            state = run_blocks(inputs, array, before, Run(size, out.checkpoint, SECONDS, notify))
-    except (TypeError, ValueError, OSError, MemoryError) as error:
+            how = Run(size, out.checkpoint, SECONDS, notify, finish)
+            run_blocks(inputs, array, before, how)
+    except (TypeError, ValueError, OSError, MemoryError, RunError) as error:
         broke_off = begun or (isinstance(error, OSError) and not out.begins)
         if broke_off and not isinstance(error, _files.StateFileError):
             message = f"{_said(error)}; {_go_on(settings)}"
             raise RunError(message) from None
         if out.begins:
             out.discard()
-        raise CommandError(_said(error)) from None
+        raise CommandError(_with_files(settings, _said(error))) from None
     except KeyboardInterrupt:
         message = f"interrupted; {_go_on(settings)}"
         raise KeyboardInterrupt(message) from None
     if caught:
         warn(str(caught[0].message))
-    return state
 
 
 def _go_on(settings: Settings) -> str:
@@ -250,12 +324,23 @@ def _said(error: BaseException) -> str:
     return reason(cast("Exception", error))
 
 
+def _with_files(settings: Settings, text: str) -> str:
+    """Put the files before what is said about arrays."""
+    files = settings.files * (1 if len(settings.files) == len(stores.NAMES) else len(stores.NAMES))
+    named = dict(zip(stores.NAMES, files, strict=True))
+    named |= {"key_mask": settings.mask, "initial_state": settings.start_state}
+    found = [str(file) for name, file in named.items() if re.search(rf"\b{name}\b", text)]
+    if re.match("out must", text):
+        found = [str(settings.out)]
+    return f"{', '.join(dict.fromkeys(found))}: {text}" if found else text
+
+
 @contextmanager
-def _as_command_errors() -> Iterator[None]:
+def _as_command_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, OSError, MemoryError) as error:
-        raise CommandError(_said(error)) from None
+        raise CommandError(_with_files(settings, _said(error))) from None
 
 
 @contextmanager
@@ -267,14 +352,18 @@ def _as_run_errors(what: str) -> Iterator[None]:
         raise RunError(message) from None
 
 
-def _feature_map(settings: Settings, query: Any, key: Any) -> Any:
+def _feature_map(settings: Settings, inputs: Inputs) -> Any:
     """Make the map of that name for these inputs, fitted to rows of them where it is fitted."""
-    name = MAPS.get(settings.map, settings.map)
-    dim = int(query.shape[-1]) if len(query.shape) else 0
-    given = Choice(
-        dim, settings.num_features, None, settings.seed, lambda: (_sample(query), _sample(key))
-    )
-    found = find_map(name, given)
+
+    def sample() -> dict[str, Any]:
+        mask = inputs.weights.get("key_mask")
+        if mask is not None and mask.shape[-1] != 1:
+            mask = _sample(mask[..., None])[..., 0] > 0
+        return {"query": _sample(inputs.query), "key": _sample(inputs.key), "key_mask": mask}
+
+    dim = int(inputs.query.shape[-1])
+    given = Choice(dim, settings.num_features, None, settings.seed, sample)
+    found = find_map(settings.map, given, others={"exact": ExactMap()})
     return found if is_map(found) else found(np.random.default_rng(settings.seed))
 
 
@@ -291,38 +380,20 @@ def _sample(array: Any) -> NDArray[Any]:
     return rows.astype(np.result_type(rows.dtype, np.float32))
 
 
-def _block_size(inputs: Inputs, out: Any) -> int:
-    arrays = (inputs.query, inputs.key, inputs.value, out)
+def _block_size(*arrays: Any) -> int:
     row: int = sum(prod(a.shape[:-2]) * a.shape[-1] * np.dtype(a.dtype).itemsize for a in arrays)
     return max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // max(1, row)))
 
 
-def _errors(inputs: Inputs, out: Any, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Error of each head on some rows, which attend exactly to all keys, a block at a time."""
-    query = _rows(inputs.query, rows)
-    length = inputs.key.shape[-2]
-
-    def parts() -> Iterator[tuple[Any, Any]]:
-        for start in range(0, length, CHECKED_KEYS):
-            keys = slice(start, min(start + CHECKED_KEYS, length))
-            stops = np.clip(rows + 1 - start, 0, keys.stop - start)
-            yield linattn.softmax_attention(
-                query,
-                *(inputs.rows(name, keys).astype(np.float64) for name in ("key", "value")),
-                key_stop=stops if inputs.is_causal else None,
-                return_log_normalizer=True,
-                **inputs.weights_of(keys),
-            )
-
-    exact = None
-    for part in parts():
-        exact = part if exact is None else linattn.merge_outputs([exact, part])
-        release_pages(inputs.query, inputs.key, inputs.value, out)
-    assert exact is not None
-    difference = _rows(out, rows) - exact[0]
-    sums = [np.sum(x * x, axis=(-2, -1)) for x in (difference, exact[0])]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.asarray(np.sqrt(sums[0] / sums[1]))
+def _errors(settings: Settings, inputs: Inputs, out: Any) -> tuple[NDArray[Any] | None, int]:
+    """Return the error of each head on some rows, None for none, and how many rows they are."""
+    if settings.start_state is not None or 0 in (*out.shape, inputs.key.shape[-2]):
+        return None, 0
+    number = CHECKED_ROWS if settings.check is None else settings.check
+    rows = diagnostics.held_out_rows(out.shape[-2], number, settings.seed)
+    size = min(KEYS, _block_size(inputs.key, inputs.value))
+    exact = attend_exactly(inputs, _rows(inputs.query, rows), rows, size)
+    return relative_error(_rows(out, rows), exact), len(rows)
 
 
 def _rows(array: Any, rows: NDArray[np.intp]) -> NDArray[np.float64]:

@@ -119,6 +119,11 @@ class ClusterInputs(Inputs):
         self._record(key=(self.key, rows), value=(self.value, rows))
         return computed
 
+    def finite(self, name: str, rows: slice) -> Any:
+        """Return which rows are finite, (..., rows)."""
+        lazy = _lazy(getattr(self, name), rows, _rows_of_task(rows, None))
+        return np.isfinite(lazy).all(axis=-1).compute()
+
     def checksum(self, array: Any, rows: slice) -> int:
         """Return the checksum of some rows; each task reads a part."""
         lazy = _lazy(array, rows, _rows_of_task(rows, None))

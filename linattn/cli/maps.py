@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,20 @@ import numpy as np
 
 from linattn import feature_maps
 from linattn.cli.errors import CommandError
+from linattn.cli.text import find_name
 
-__all__ = ["Choice", "find_map", "is_map", "map_names"]
+__all__ = ["NAMES", "Choice", "find_map", "is_map", "map_names"]
+
+NAMES = {
+    "favor+": "PositiveFeatures",
+    "hyperbolic": "HyperbolicFeatures",
+    "trigonometric": "TrigonometricFeatures",
+    "relu-performer": "ActivationFeatures",
+    "elu+1": "EluFeatures",
+    "relu": "ReluFeatures",
+    "landmarks": "LandmarkFeatures",
+}
+"""Names that ``linattn compare`` gives to maps."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +47,14 @@ class Choice:
     seed : int
         Of its first draw.
     sample : callable or None
-        Returns queries and keys that a map is fitted to; None for random ones.
+        Returns what a map is fitted to, by the names of arguments; None for random numbers.
     """
 
     dim: int
     num_features: int | None
     sampler: str | None
     seed: int
-    sample: Callable[[], tuple[Any, Any]] | None = None
+    sample: Callable[[], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Check what the options' types do not say."""
@@ -79,15 +91,24 @@ def _required(function: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.default is p.empty}
 
 
-def find_map(target: str, choice: Choice, *, show_traceback: bool = False) -> Any:
-    """Return the map or factory of that name.
+def find_map(
+    target: str,
+    choice: Choice,
+    *,
+    show_traceback: bool = False,
+    others: Mapping[str, Any] | None = None,
+) -> Any:
+    """Return the map or factory of that name, or one of the others.
 
     Raises
     ------
     CommandError
         No such map, module or object, or one that cannot be made from the choice.
     """
-    found = _user_object(target, show_traceback) if ":" in target else _shipped_map(target, choice)
+    if ":" in target:
+        found = _user_object(target, show_traceback)
+    else:
+        found = _shipped_map(target, choice, others or {})
     if inspect.isclass(found) or not (callable(found) or is_map(found)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         message = (
@@ -97,15 +118,19 @@ def find_map(target: str, choice: Choice, *, show_traceback: bool = False) -> An
     return found
 
 
-def _shipped_map(name: str, choice: Choice) -> Any:
-    names = map_names()
-    if name not in names:
-        known = name in feature_maps.__all__
-        got = f"{name}, which needs more than these options" if known else name
+def _shipped_map(name: str, choice: Choice, others: Mapping[str, Any]) -> Any:
+    known = dict(zip(map_names(), map_names(), strict=True)) | NAMES | {n: n for n in others}
+    try:
+        name = find_name(name, known)
+    except ValueError as error:
+        needs_more = name in feature_maps.__all__
+        got = f"{name}, which needs more than these options" if needs_more else error
         message = (
-            f"want one of {', '.join(names)}, or module:object for a map of your own, got {got}"
+            f"want one of {', '.join(known)}, or module:object for a map of your own, got {got}"
         )
-        raise CommandError(message)
+        raise CommandError(message) from None
+    if name in others:
+        return others[name]
     make: Any = _maker(getattr(feature_maps, name))
     parameters = inspect.signature(make).parameters
     given: dict[str, Any] = {"dim": choice.dim, "num_features": choice.num_features}
@@ -115,7 +140,7 @@ def _shipped_map(name: str, choice: Choice) -> Any:
             message = f"--{option.replace('_', '-')}: {name} has no such parameter"
             raise CommandError(message)
     if "query" in parameters:
-        given["query"], given["key"] = (choice.sample or partial(_noise, choice))()
+        given |= (choice.sample or partial(_noise, choice))()
     arguments = {
         key: value for key, value in given.items() if key in parameters and value is not None
     }
@@ -126,9 +151,9 @@ def _shipped_map(name: str, choice: Choice) -> Any:
         raise CommandError(message) from None
 
 
-def _noise(choice: Choice) -> tuple[Any, Any]:
-    rng = np.random.default_rng(choice.seed)
-    return rng.standard_normal((64, choice.dim)), rng.standard_normal((64, choice.dim))
+def _noise(choice: Choice) -> dict[str, Any]:
+    query, key = np.random.default_rng(choice.seed).standard_normal((2, 64, choice.dim))
+    return {"query": query, "key": key}
 
 
 def _user_object(target: str, show_traceback: bool) -> Any:

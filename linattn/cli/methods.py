@@ -14,8 +14,10 @@ import numpy as np
 
 import linattn
 from linattn import feature_maps
+from linattn.cli.maps import NAMES
 from linattn.cli.method import Attend, Method, Sizes
 from linattn.cli.published import PUBLISHED
+from linattn.cli.text import find_name
 from linattn.typing import Array, FeatureMap
 
 __all__ = ["EXACT", "METHODS", "REFERENCES", "UNIFORM", "select"]
@@ -326,12 +328,18 @@ def select(names: tuple[str, ...], *, with_published: bool = False) -> tuple[Met
     ValueError
         A name is unknown.
     """
-    known = [method.name for method in (*METHODS, *PUBLISHED)]
-    unknown = [name for name in names if name not in known]
+    known = {method.name: method.name for method in (*METHODS, *PUBLISHED)}
+    classes = {name: short for short, name in NAMES.items()}
+    wanted, unknown = set(), []
+    for name in names:
+        try:
+            wanted.add(find_name(name, known | classes))
+        except ValueError as error:
+            unknown.append(str(error))
     if unknown:
         message = f"want names out of {', '.join(known)}, got {', '.join(unknown)}"
         raise ValueError(message)
     return (
-        *(method for method in METHODS if not names or method.name in names),
-        *(method for method in PUBLISHED if with_published or method.name in names),
+        *(method for method in METHODS if not names or method.name in wanted),
+        *(method for method in PUBLISHED if with_published or method.name in wanted),
     )

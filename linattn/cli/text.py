@@ -5,8 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TypeVar
 
-__all__ = ["count", "duration", "reason", "say", "wrap"]
+__all__ = ["count", "duration", "find_name", "reason", "say", "wrap"]
+
+T = TypeVar("T")
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
@@ -25,6 +30,25 @@ def duration(seconds: float) -> str:
 def reason(error: Exception) -> str:
     """Return what an error says, or its name if it says nothing."""
     return str(error) or type(error).__name__
+
+
+def find_name(name: str, known: Mapping[str, T]) -> T:
+    """Return what a name is known for, whatever its case.
+
+    Raises
+    ------
+    ValueError
+        It is unknown; the message is the name, and known ones that are near.
+    """
+    spelled = {each.casefold(): each for each in known}
+    word = name.casefold()
+    if word in spelled:
+        return known[spelled[word]]
+    begin = [each for each in spelled if word and each.startswith(word)]
+    near = dict.fromkeys([*begin, *get_close_matches(word, spelled)])
+    guess = " or ".join([spelled[each] for each in near][:3])
+    message = f"{name}; did you mean {guess}?" if guess else name
+    raise ValueError(message)
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:

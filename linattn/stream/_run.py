@@ -24,6 +24,8 @@ class Run(NamedTuple):
     checkpoint: Path | None
     seconds: float
     progress: Callable[[int, int], None] | None
+    finish: Callable[[State], None] | None = None
+    """Called with the state after the last key, while the checkpoint is still there."""
 
 
 def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> State:
@@ -54,6 +56,8 @@ def run(inputs: Inputs, out: Any, initial_state: State | None, how: Run) -> Stat
                 last = time.monotonic()
             if how.progress is not None:
                 how.progress(done, total)
+        if how.finish is not None:
+            how.finish(walk.last(place))
     except BaseException:
         if saved is not None:
             saved.save_if_possible(place)
