@@ -415,7 +415,7 @@ def attend(
         settings = files_to_file.Settings(
             tuple(files),
             out,
-            map_name or ("favor+" if causal else "landmarks"),
+            ("favor+" if causal else "landmarks") if map_name is None else map_name,
             num_features,
             causal,
             mask=mask,

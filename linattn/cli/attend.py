@@ -251,7 +251,7 @@ def _check_finite(settings: Settings, inputs: Inputs) -> None:
                 column = int(np.argmin(np.isfinite(numbers)))
                 message = (
                     f"{name} must be finite, got {numbers[column]} at {[*index, column]}; mend it"
-                    f"{'' if name == 'query' else ', or leave the key out by --mask'}"
+                    f"{'' if name == 'query' else ', or hide its token by --mask'}"
                 )
                 raise CommandError(_with_files(settings, message))
         release_pages(array)
@@ -295,7 +295,7 @@ def _solve(
                 size *= BLOCKS_AT_ONCE
             how = Run(size, out.checkpoint, SECONDS, notify, finish)
             run_blocks(inputs, array, before, how)
-    except (TypeError, ValueError, OSError, MemoryError, RunError) as error:
+    except Exception as error:
         broke_off = begun or (isinstance(error, OSError) and not out.begins)
         if broke_off and not isinstance(error, _files.StateFileError):
             message = f"{_said(error)}; {_go_on(settings)}"
@@ -317,11 +317,14 @@ def _go_on(settings: Settings) -> str:
 def _said(error: BaseException) -> str:
     """Return an error as a sentence for the user."""
     if isinstance(error, MemoryError):
-        return "not enough memory: try a smaller --block-size"
+        return "not enough memory: try a smaller --block-size, or fewer --num-features"
     if isinstance(error, OSError):
         name = "" if error.filename is None else f"{error.filename}: "
         return f"{name}{error.strerror or error}"
-    return reason(cast("Exception", error))
+    said = reason(cast("Exception", error))
+    is_ours = isinstance(error, TypeError | ValueError | CommandError | RunError)
+    # Maps of the user's may raise anything.
+    return said if is_ours else f"{type(error).__name__}: {said}"
 
 
 def _with_files(settings: Settings, text: str) -> str:
@@ -330,8 +333,8 @@ def _with_files(settings: Settings, text: str) -> str:
     named = dict(zip(stores.NAMES, files, strict=True))
     named |= {"key_mask": settings.mask, "initial_state": settings.start_state}
     found = [str(file) for name, file in named.items() if re.search(rf"\b{name}\b", text)]
-    if re.match("out must", text):
-        found = [str(settings.out)]
+    alone = {"out must": settings.out, "key_mask must": settings.mask}
+    found = next(([str(file)] for begin, file in alone.items() if text.startswith(begin)), found)
     return f"{', '.join(dict.fromkeys(found))}: {text}" if found else text
 
 
@@ -339,7 +342,7 @@ def _with_files(settings: Settings, text: str) -> str:
 def _as_command_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, OSError, MemoryError) as error:
+    except Exception as error:
         raise CommandError(_with_files(settings, _said(error))) from None
 
 
@@ -364,7 +367,13 @@ def _feature_map(settings: Settings, inputs: Inputs) -> Any:
     dim = int(inputs.query.shape[-1])
     given = Choice(dim, settings.num_features, None, settings.seed, sample)
     found = find_map(settings.map, given, others={"exact": ExactMap()})
-    return found if is_map(found) else found(np.random.default_rng(settings.seed))
+    if is_map(found):
+        return found
+    try:
+        return found(np.random.default_rng(settings.seed))
+    except Exception as error:
+        message = f"--map {settings.map}: it raised {type(error).__name__}: {error}"
+        raise CommandError(message) from None
 
 
 def _sample(array: Any) -> NDArray[Any]:
