@@ -154,7 +154,10 @@ class TestResult:
             "from linattn.feature_maps import PositiveFeatures\n"
             f"phi = PositiveFeatures({DIM}, num_features=16, rng=0)\n"
         )
-        assert attend(*FILES, "--out", "c.npy", *OPTIONS[6:], "--map", "maps_to_attend:phi").exit_code == 0
+        assert (
+            attend(*FILES, "--out", "c.npy", *OPTIONS[6:], "--map", "maps_to_attend:phi").exit_code
+            == 0
+        )
         assert np.load("a.npy").tobytes() == np.load("b.npy").tobytes()
         np.testing.assert_allclose(np.load("a.npy"), np.load("c.npy"), rtol=1e-4, atol=1e-5)
 

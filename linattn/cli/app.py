@@ -407,7 +407,8 @@ def attend(
     A run that is interrupted or killed continues with --resume, and ends in the same bytes.
 
     Exit code: 0 done, and within the tolerance; 1 the run broke off; 2 something is wrong with what
-    was given, nothing was written; 3 done, but above the tolerance, or not checked; 130 interrupted.
+    was given, nothing was written; 3 written, but above the tolerance, or not checked; 130
+    interrupted.
     """
     with _one_line_errors():
         from linattn.cli import attend as files_to_file

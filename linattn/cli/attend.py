@@ -21,7 +21,7 @@ import linattn
 from linattn import _files, diagnostics
 from linattn.cli import report, stores
 from linattn.cli.cluster import BLOCKS_AT_ONCE, ClusterInputs, connected
-from linattn.cli.compare import relative_error
+from linattn.cli.compare import CHECKED_ROWS, relative_error
 from linattn.cli.errors import CommandError, RunError
 from linattn.cli.exact import KEYS, ExactInputs, ExactMap, attend_exactly
 from linattn.cli.maps import Choice, find_map, is_map
@@ -39,9 +39,6 @@ MAX_BLOCK_ROWS, MAX_BLOCK_BYTES = 65536, 2**28
 
 SAMPLE_RUNS, SAMPLE_ROWS = 32, 256
 """Runs of rows, evenly spaced, that a map is fitted to, and rows of each."""
-
-CHECKED_ROWS = 64
-"""Rows of each head that are computed exactly at the end, unless the user says otherwise."""
 
 TOLERANCE = 0.1
 """Largest error of a head, as for :func:`linattn.attention`."""
@@ -215,9 +212,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
                 with _as_run_errors(f"{settings.save_state}: cannot be written"):
                     linattn.save_state(settings.save_state, state, phi)
             errors, num_rows = _errors(settings, inputs, array)
-            found.append(
-                Summary(settings, shape[-2], seconds, _peak_bytes(), errors, num_rows)
-            )
+            found.append(Summary(settings, shape[-2], seconds, _peak_bytes(), errors, num_rows))
 
         _solve(settings, inputs, before, out, array, progress, warn, finish)
     return found[0]

@@ -14,14 +14,18 @@ import numpy.typing as npt
 
 import linattn
 from linattn.cli.errors import CommandError
+from linattn.cli.exact import ExactMap, attend_exactly
 from linattn.cli.inputs import Inputs
 from linattn.cli.method import FAILURES, Attend, Method, Sizes, exact_multiplications
 from linattn.cli.methods import EXACT, REFERENCES, UNIFORM
 from linattn.cli.sweep import Crossover
 from linattn.cli.text import duration, reason
 from linattn.cli.timing import fastest, peak_memory
+from linattn.diagnostics import held_out_rows
+from linattn.stream._inputs import Inputs as StreamInputs
 
 __all__ = [
+    "CHECKED_ROWS",
     "GOOD_ENOUGH",
     "MAX_EXACT_SHARE",
     "TIE",
@@ -32,6 +36,7 @@ __all__ = [
     "cases",
     "cheapest_row",
     "check",
+    "error_on_rows",
     "exact_output",
     "frontier",
     "judge",
@@ -44,6 +49,9 @@ __all__ = [
 
 GOOD_ENOUGH = 0.1
 """Largest median relative output error with which a map may replace softmax without retraining."""
+
+CHECKED_ROWS = 64
+"""Rows of each head that judge an output too long to be compared as a whole."""
 
 MAX_EXACT_SHARE = 0.5
 """Largest share of pairs that a row may need no approximation for, if it is to win."""
@@ -216,6 +224,18 @@ def relative_error(output: npt.NDArray[np.floating], exact: Float64) -> Float64:
     return np.where(np.isnan(error), np.inf, error)
 
 
+def error_on_rows(case: Case, inputs: Inputs, *, is_causal: bool, seed: int) -> float:
+    """Return the median over heads of the error of a call, on some rows that are exact."""
+    attend = prepare(case, inputs, seed=seed)
+    output = attend(*inputs.arrays, is_causal=is_causal, key_bias=inputs.key_bias)
+    rows = held_out_rows(output.shape[-2], CHECKED_ROWS, seed)
+    bias = inputs.key_bias
+    weights = {} if bias is None else {"key_bias": bias.astype(np.float64)}
+    given = StreamInputs(*inputs.arrays, ExactMap(), weights, is_causal, None)
+    exact = attend_exactly(given, inputs.query[:, rows].astype(np.float64), rows)
+    return _quantile(relative_error(output[:, rows], exact), 0.5)
+
+
 def prepare(case: Case, inputs: Inputs, *, seed: int, draw: int = 0) -> Attend:
     """Draw or fit the map of a case.
 
@@ -318,6 +338,7 @@ def _measured(
     over_all = np.concatenate(errors)
     return replace(
         row,
+        cost=getattr(attend, "cost", row.cost),
         median=_quantile(over_all, 0.5),
         percentile_90=_quantile(over_all, 0.9),
         heads=tuple(tuple(heads.tolist()) for heads in errors),
@@ -446,8 +467,8 @@ def _worth(row: Row, rows: Sequence[Row], crossover: Crossover | None) -> tuple[
     sentence = f"{enough}, but exact attention is {why}: use exact softmax attention."
     if crossover is not None and crossover.length is not None:
         sentence += (
-            f" On one head the map is the faster one from about {crossover.rounded:,} tokens on: "
-            "for such lengths, measure on such sequences."
+            f" On one head the map is the faster one from about {crossover.rounded:,} "
+            f"{crossover.unit}s on: for such lengths, measure on such sequences."
         )
     return "exact", sentence
 

@@ -187,21 +187,21 @@ def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool)
 
 
 def continued(
-    inputs: Inputs, length: int, rng: np.random.Generator
+    inputs: Inputs, length: int, rng: np.random.Generator, num_queries: int | None = None
 ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray | None]:
     """Return one head of the inputs at any length: query, key, value and bias ``(length, ...)``.
 
     The first tokens are the head's own. Each further token repeats one of them, drawn at random
     (query, key and value of one position together where the lengths agree), plus Gaussian noise of
     `NOISE` times the standard deviation of each coordinate over the head. Biases are repeated
-    unchanged.
+    unchanged. Of queries there may be another number.
     """
     query, key, value = inputs.query[0], inputs.key[0], inputs.value[0]
     key_index = _positions(key.shape[0], length, rng)
     if query.shape[0] == key.shape[0]:
         query_index = key_index
     else:
-        query_index = _positions(query.shape[0], length, rng)
+        query_index = _positions(query.shape[0], num_queries or length, rng)
     return (
         _with_noise(query, query_index, rng),
         _with_noise(key, key_index, rng),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -25,25 +26,13 @@ __all__ = ["EXACT", "METHODS", "REFERENCES", "UNIFORM", "select"]
 
 def _linear(feature_map: FeatureMap, window: int | None = None) -> Attend:
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        key_bias: Array | None = None,
+        query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Array | None = None
     ) -> Array:
         with warnings.catch_warnings():
             # The error that the tables show tells more.
             warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
-            return linattn.linear_attention(
-                query,
-                key,
-                value,
-                feature_map,
-                is_causal=is_causal,
-                key_bias=key_bias,
-                exact_window=window,
-            )
+            options: Any = {"is_causal": is_causal, "key_bias": key_bias, "exact_window": window}
+            return linattn.linear_attention(query, key, value, feature_map, **options)
 
     return attend
 
@@ -88,12 +77,7 @@ def _landmarks(num_features: int | None, rng: np.random.Generator, window: int |
     seed = int(rng.integers(2**63))
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        key_bias: Array | None = None,
+        query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Array | None = None
     ) -> Array:
         phi = feature_maps.LandmarkFeatures.fit(
             query, key, num_features=num_features or 1, key_bias=key_bias, rng=seed
@@ -119,12 +103,7 @@ def _coreset(num_features: int | None, rng: np.random.Generator) -> Attend:
     seed = int(rng.integers(2**63))
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        key_bias: Array | None = None,
+        query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Array | None = None
     ) -> Array:
         stream = linattn.CoresetAttention(num_features or 1, block_size=WINDOW, rng=seed)
         return stream.extend(query, key, value, key_bias=key_bias)
@@ -133,23 +112,44 @@ def _coreset(num_features: int | None, rng: np.random.Generator) -> Attend:
 
 
 def _softmax(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    is_causal: bool,
-    key_bias: Array | None = None,
+    query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Array | None = None
 ) -> Array:
     return linattn.softmax_attention(query, key, value, is_causal=is_causal, key_bias=key_bias)
 
 
+TOLERANCE = 0.1
+"""Of the row of :func:`linattn.attention`: its default."""
+
+
+class _Automatic:
+    """A call of :func:`linattn.attention`, which knows what it cost."""
+
+    cost = 1.0
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        key_bias: Array | None = None,
+    ) -> Array:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "tolerance=.* exact attention", UserWarning)
+            options: Any = {"is_causal": is_causal, "key_bias": key_bias, "tolerance": TOLERANCE}
+            output, report = linattn.attention(
+                query, key, value, rng=self.seed, return_report=True, **options
+            )
+        self.cost = report.cost
+        return output
+
+
 def _uniform(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    is_causal: bool,
-    key_bias: Array | None = None,
+    query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Array | None = None
 ) -> Array:
     """Every query gives each visible key the same weight, or the weight of its bias."""
     if key_bias is not None:
@@ -198,59 +198,31 @@ def _coreset_cost(sizes: Sizes) -> float:
     return L * (m + 2 * WINDOW) * (d + e) + L / WINDOW * 2 * (m + WINDOW) * m * d
 
 
+def _of_class(name: str, label: str, about: str, **more: Any) -> Method:
+    """Return the method of a class of maps that are not fitted, without or with columns."""
+    cls = getattr(feature_maps, NAMES[name])
+
+    def make(query: Array, key: Array, number: int | None, rng: np.random.Generator) -> Attend:
+        return _linear(cls() if number is None else cls(query.shape[-1], number, rng=rng))
+
+    return Method(
+        name,
+        label,
+        make,
+        about=f"{NAMES[name]}: {about}",
+        **{"multiplications": _linear_cost} | more,
+    )
+
+
+NO_COLUMNS: dict[str, Any] = {"has_num_features": False, "multiplications": _elementwise_cost}
+
 METHODS: tuple[Method, ...] = (
-    Method(
-        "favor+",
-        "FAVOR+",
-        lambda query, key, num_features, rng: _linear(
-            feature_maps.PositiveFeatures(query.shape[-1], num_features, rng=rng)
-        ),
-        about="PositiveFeatures: positive random features, orthogonal rows",
-        multiplications=_linear_cost,
-    ),
-    Method(
-        "hyperbolic",
-        "hyperbolic",
-        lambda query, key, num_features, rng: _linear(
-            feature_maps.HyperbolicFeatures(query.shape[-1], num_features, rng=rng)
-        ),
-        about="HyperbolicFeatures: positive random features in pairs",
-        multiplications=_linear_cost,
-    ),
-    Method(
-        "trigonometric",
-        "trigonometric",
-        lambda query, key, num_features, rng: _linear(
-            feature_maps.TrigonometricFeatures(query.shape[-1], num_features, rng=rng)
-        ),
-        about="TrigonometricFeatures: random sines and cosines",
-        multiplications=_linear_cost,
-    ),
-    Method(
-        "relu-performer",
-        "ReLU Performer",
-        lambda query, key, num_features, rng: _linear(
-            feature_maps.ActivationFeatures(query.shape[-1], num_features, rng=rng)
-        ),
-        about="ActivationFeatures: ReLU of random projections",
-        multiplications=_linear_cost,
-    ),
-    Method(
-        "elu+1",
-        "elu + 1",
-        lambda query, key, num_features, rng: _linear(feature_maps.EluFeatures()),
-        about="EluFeatures: elu(x) + 1; no choice of columns",
-        has_num_features=False,
-        multiplications=_elementwise_cost,
-    ),
-    Method(
-        "relu",
-        "ReLU",
-        lambda query, key, num_features, rng: _linear(feature_maps.ReluFeatures()),
-        about="ReluFeatures: ReLU; no choice of columns",
-        has_num_features=False,
-        multiplications=_elementwise_cost,
-    ),
+    _of_class("favor+", "FAVOR+", "positive random features, orthogonal rows"),
+    _of_class("hyperbolic", "hyperbolic", "positive random features in pairs"),
+    _of_class("trigonometric", "trigonometric", "random sines and cosines"),
+    _of_class("relu-performer", "ReLU Performer", "ReLU of random projections"),
+    _of_class("elu+1", "elu + 1", "elu(x) + 1; no choice of columns", **NO_COLUMNS),
+    _of_class("relu", "ReLU", "ReLU; no choice of columns", **NO_COLUMNS),
     Method(
         "landmarks",
         "landmarks",
@@ -306,6 +278,13 @@ UNIFORM = Method(
     kind="reference",
     multiplications=lambda sizes: 0.0,
 )
+AUTOMATIC = Method(
+    "attention",
+    f"attention(), {TOLERANCE:g}",
+    lambda query, key, num_features, rng: _Automatic(int(rng.integers(2**63))),
+    has_num_features=False,
+    kind="reference",
+)
 EXACT = Method(
     "exact",
     "exact softmax",
@@ -314,7 +293,7 @@ EXACT = Method(
     kind="reference",
 )
 
-REFERENCES: tuple[Method, ...] = (UNIFORM, EXACT)
+REFERENCES: tuple[Method, ...] = (UNIFORM, AUTOMATIC, EXACT)
 """What the methods are held against: always measured, never the winner."""
 
 

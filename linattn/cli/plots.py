@@ -202,7 +202,7 @@ def time_figure(found: Sweep, inputs: Inputs, *, is_causal: bool) -> Figure:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: _tick(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("sequence length (tokens, log scale)")
+    axes.set_xlabel(f"sequence length ({found.unit}s, log scale)")
     axes.set_ylabel("time of one call, one head (log scale)")
     sizes = inputs.describe()
     axes.set_title(
@@ -224,7 +224,7 @@ def time_figure(found: Sweep, inputs: Inputs, *, is_causal: bool) -> Figure:
             ):
                 if chosen:
                     tokens = ", ".join(f"{point.length:,}" for point in chosen)
-                    named.append(f"{label} at {tokens} tokens ({reason})")
+                    named.append(f"{label} at {tokens} {found.unit}s ({reason})")
         _footnote(figure, f"Left out: {'; '.join(named)}")
     if found.points:
         axes.legend(loc="upper left")
@@ -273,10 +273,10 @@ def _tick(seconds: float) -> str:
 def _crossover_label(result: Crossover) -> str:
     low, high = result.between
     if result.length is not None:
-        return f"crossover: about {result.rounded:,} tokens"
+        return f"crossover: about {result.rounded:,} {result.unit}s"
     if result.status == "below":
-        return f"crossover: below {high:,} tokens"
-    return "crossover: not reached" + (f" up to {low:,} tokens" if low else "")
+        return f"crossover: below {high:,} {result.unit}s"
+    return "crossover: not reached" + (f" up to {low:,} {result.unit}s" if low else "")
 
 
 def _axes() -> tuple[Figure, Axes]:

@@ -30,21 +30,14 @@ ROUNDS, BITS, STEPS, RATE = 4, 63, 10, 4
 def _made(function: Callable[..., Array], options: Options, *, is_random: bool) -> Any:
     """Return what `Method.make` is: parameters follow from the lengths of each call."""
 
-    def make(
-        query: Array, key: Array, num_features: int | None, rng: np.random.Generator
-    ) -> Attend:
+    def make(query: Array, key: Array, number: int | None, rng: np.random.Generator) -> Attend:
         seed = {"rng": int(rng.integers(2**63))} if is_random else {}
 
         def attend(
-            query: Array,
-            key: Array,
-            value: Array,
-            *,
-            is_causal: bool,
-            key_bias: Array | None = None,
+            query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Any = None
         ) -> Array:
             dims = query.shape[-1], value.shape[-1]
-            sizes = Sizes(query.shape[-2], key.shape[-2], *dims, num_features or 1, is_causal)
+            sizes = Sizes(query.shape[-2], key.shape[-2], *dims, number or 1, is_causal)
             return function(query, key, value, is_causal=is_causal, **options(sizes), **seed)
 
         return attend
@@ -203,164 +196,74 @@ def _share(num_keys: int, num_features: int, is_causal: bool) -> float:
     return min(1.0, num_features / num_keys)
 
 
+def _met_cost(sizes: Sizes) -> float:
+    return _pairs(sizes, sizes.m)
+
+
+SEEN: dict[str, Any] = {"aligned": True, "exact_share": _share}
+CAUSAL: dict[str, Any] = {**SEEN, "causal": True}
+FULL: dict[str, Any] = {"causal": False}
+DRAWN: dict[str, Any] = {**FULL, "is_random": True}
+
 PUBLISHED: tuple[Method, ...] = (
+    _method("local-window", "local window", baselines.local_window, _window, _met_cost, **SEEN),
+    _method("strided", "strided pattern", baselines.strided, _stride, _strided_cost, **CAUSAL),
     _method(
-        "local-window",
-        "local window",
-        baselines.local_window,
-        _window,
-        lambda sizes: _pairs(sizes, sizes.m),
-        aligned=True,
-        exact_share=_share,
+        "fixed", "fixed pattern", baselines.fixed, _blocks_and_summaries, _fixed_cost, **CAUSAL
     ),
     _method(
-        "strided",
-        "strided pattern",
-        baselines.strided,
-        _stride,
-        _strided_cost,
-        aligned=True,
-        causal=True,
-        exact_share=_share,
+        "longformer", "Longformer", baselines.longformer, _window_and_global, _longformer_cost,
+        **SEEN | FULL,
     ),
     _method(
-        "fixed",
-        "fixed pattern",
-        baselines.fixed,
-        _blocks_and_summaries,
-        _fixed_cost,
-        aligned=True,
-        causal=True,
-        exact_share=_share,
+        "bigbird", "BigBird", baselines.bigbird,
+        lambda sizes: {"block_size": max(1, sizes.m // 8)}, _bigbird_cost, **SEEN | DRAWN,
     ),
     _method(
-        "longformer",
-        "Longformer",
-        baselines.longformer,
-        _window_and_global,
-        _longformer_cost,
-        aligned=True,
-        causal=False,
-        exact_share=_share,
+        "linformer", "Linformer, means", baselines.linformer,
+        lambda sizes: {"num_landmarks": sizes.m}, _met_cost, **FULL,
     ),
     _method(
-        "bigbird",
-        "BigBird",
-        baselines.bigbird,
-        lambda sizes: {"block_size": max(1, sizes.m // 8)},
-        _bigbird_cost,
-        aligned=True,
-        causal=False,
-        is_random=True,
-        exact_share=_share,
+        "linformer-random", "Linformer, random", baselines.linformer,
+        lambda sizes: {"num_landmarks": sizes.m, "projection": "random"}, _random_linformer_cost,
+        **DRAWN,
     ),
     _method(
-        "linformer",
-        "Linformer, means",
-        baselines.linformer,
-        lambda sizes: {"num_landmarks": sizes.m},
-        lambda sizes: _pairs(sizes, sizes.m),
-        causal=False,
+        "nystromformer", "Nyströmformer", baselines.nystromformer,
+        lambda sizes: {"num_landmarks": min(sizes.m, sizes.L)}, _nystrom_cost, **FULL,
     ),
     _method(
-        "linformer-random",
-        "Linformer, random",
-        baselines.linformer,
-        lambda sizes: {"num_landmarks": sizes.m, "projection": "random"},
-        _random_linformer_cost,
-        causal=False,
-        is_random=True,
+        "clustered", "clustered", baselines.clustered,
+        lambda sizes: {"num_clusters": min(sizes.m, sizes.L)}, _clustered_cost, **DRAWN,
     ),
     _method(
-        "nystromformer",
-        "Nyströmformer",
-        baselines.nystromformer,
-        lambda sizes: {"num_landmarks": min(sizes.m, sizes.L)},
-        _nystrom_cost,
-        causal=False,
-    ),
-    _method(
-        "clustered",
-        "clustered",
-        baselines.clustered,
-        lambda sizes: {"num_clusters": min(sizes.m, sizes.L)},
-        _clustered_cost,
-        causal=False,
-        is_random=True,
-    ),
-    _method(
-        "improved-clustered",
-        "improved clustered",
-        baselines.improved_clustered,
+        "improved-clustered", "improved clustered", baselines.improved_clustered,
         lambda sizes: {"num_clusters": min(_half(sizes), sizes.L), "num_keys": _half(sizes)},
-        _improved_cost,
-        causal=False,
-        is_random=True,
+        _improved_cost, **DRAWN,
     ),
     _method(
-        "reformer",
-        "Reformer",
-        baselines.reformer,
-        _hashing,
-        _reformer_cost,
-        aligned=True,
-        is_random=True,
-        exact_share=_share,
+        "reformer", "Reformer", baselines.reformer, _hashing, _reformer_cost, is_random=True, **SEEN
     ),
     _method(
-        "routing",
-        "routing",
-        baselines.routing,
-        _routes,
-        _routing_cost,
-        aligned=True,
-        is_random=True,
-        exact_share=_share,
+        "routing", "routing", baselines.routing, _routes, _routing_cost, is_random=True, **SEEN
     ),
     _method(
-        "compressive",
-        "compressive memory",
-        baselines.compressive,
-        _memories,
-        lambda sizes: _pairs(sizes, sizes.m),
-        aligned=True,
-        causal=True,
-        exact_share=_share,
+        "compressive", "compressive memory", baselines.compressive, _memories, _met_cost, **CAUSAL
     ),
     _method(
-        "wildcat",
-        "WildCat",
-        baselines.wildcat,
-        lambda sizes: {"num_keys": sizes.m},
-        _wildcat_cost,
-        causal=False,
-        is_random=True,
+        "wildcat", "WildCat", baselines.wildcat, lambda sizes: {"num_keys": sizes.m}, _wildcat_cost,
+        **DRAWN,
     ),
     _method(
-        "thinformer",
-        "Thinformer",
-        baselines.thinformer,
-        _oversampling,
-        _thinformer_cost,
-        causal=False,
-        is_random=True,
+        "thinformer", "Thinformer", baselines.thinformer, _oversampling, _thinformer_cost, **DRAWN
     ),
     _method(
-        "truncated-svd",
-        "bound: truncated SVD",
-        baselines.truncated_svd,
-        lambda sizes: {"rank": min(sizes.m, sizes.L)},
-        _svd_cost,
-        kind="bound",
+        "truncated-svd", "bound: truncated SVD", baselines.truncated_svd,
+        lambda sizes: {"rank": min(sizes.m, sizes.L)}, _svd_cost, kind="bound",
     ),
     _method(
-        "top-k",
-        "bound: largest keys",
-        baselines.top_k,
-        lambda sizes: {"num_keys": sizes.m},
-        _top_k_cost,
-        kind="bound",
-        exact_share=_share,
+        "top-k", "bound: largest keys", baselines.top_k, lambda sizes: {"num_keys": sizes.m},
+        _top_k_cost, kind="bound", exact_share=_share,
     ),
-)
+)  # fmt: skip
 """Each as its paper has it, at m keys a query."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from time import perf_counter
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from linattn.cli import info
 from linattn.cli.compare import (
+    CHECKED_ROWS,
     Case,
     Row,
     Verdict,
@@ -21,6 +23,7 @@ from linattn.cli.compare import (
     cases,
     cheapest_row,
     check,
+    error_on_rows,
     exact_output,
     judge,
     measure,
@@ -29,10 +32,10 @@ from linattn.cli.compare import (
 )
 from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs, continued, limited
-from linattn.cli.method import Method
+from linattn.cli.method import FAILURES, Method
 from linattn.cli.methods import EXACT, METHODS, REFERENCES, select
 from linattn.cli.settings import Settings
-from linattn.cli.sweep import Sweep, sweep
+from linattn.cli.sweep import Sweep, num_queries, sweep
 from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
@@ -205,7 +208,9 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
 
     case = _curve_case(cases, rows)
     real = given.longer or given
-    arrays = continued(real, settings.lengths[-1], np.random.default_rng(seed))
+    sizes = (real.query.shape[-2], real.key.shape[-2])
+    most = settings.lengths[-1]
+    arrays = continued(real, most, np.random.default_rng(seed), num_queries(most, sizes))
     first_head = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
         "linear": prepare(case, first_head, seed=seed),
@@ -216,12 +221,16 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         settings.lengths,
         curves,
         label=case.label,
-        num_real=real.key.shape[-2],
+        num_real=sizes[1],
+        sizes=sizes,
         is_causal=is_causal,
         time_budget=settings.time_budget,
         notify=notify,
     )
     verdict = judge(rows, curve.crossover, degenerate=inputs.degenerate)
+    most = max(*sizes, max(given.query.shape[-2], given.key.shape[-2]))
+    whole = limited(given, max_heads=settings.max_heads, max_tokens=most, is_causal=is_causal)
+    verdict = _on_all_tokens(settings, verdict, inputs, whole, case, rows)
     if inputs.question:
         verdict = replace(verdict, sentence=f"{verdict.sentence} But {inputs.question}.")
     left_out = tuple(
@@ -233,6 +242,40 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     return Results(
         settings, inputs, tuple(rows), norms, curve, verdict, started, seconds, (*left_out, *late)
     )
+
+
+def _on_all_tokens(
+    settings: Settings,
+    verdict: Verdict,
+    inputs: Inputs,
+    whole: Inputs,
+    case: Case,
+    rows: Sequence[Row],
+) -> Verdict:
+    """Say on how many of the tokens a verdict was found, and whether its map does for all."""
+    judged, all_keys = inputs.key.shape[-2], whole.key.shape[-2]
+    queries = inputs.query.shape[-2], whole.query.shape[-2]
+    share = min(judged / all_keys, queries[0] / queries[1])
+    if share == 1:
+        return verdict
+    told = f"{verdict.sentence} This was judged on the first {queries[0]:,} of {queries[1]:,} " + (
+        "tokens"
+        if queries == (judged, all_keys)
+        else f"queries and {judged:,} of {all_keys:,} keys"
+    )
+    seconds = sum(row.seconds for row in rows if row.full_label == case.label) / share
+    error = None
+    if verdict.good_enough and seconds <= settings.time_budget:
+        with suppress(*FAILURES):
+            error = error_on_rows(case, whole, is_causal=settings.is_causal, seed=settings.seed)
+    if error is None:
+        sentence = f"{told} only: --max-tokens {max(all_keys, queries[1])} judges all."
+        return replace(verdict, sentence=sentence)
+    told += f"; on all of them the median error of {case.label} is {error:.2g}"
+    if error <= verdict.threshold:
+        return replace(verdict, sentence=f"{told} ({CHECKED_ROWS} rows of each head).")
+    sentence = f"{told}, not good enough: use exact softmax attention, or linattn.attention()."
+    return replace(verdict, sentence=sentence, use="exact", good_enough=False)
 
 
 def _rows(

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linattn.cli.method import FAILURES, Attend
 from linattn.cli.text import reason
 from linattn.cli.timing import fastest
 
-__all__ = ["EXPONENTS", "WARM_UP", "Crossover", "LeftOut", "Point", "Sweep", "crossover", "sweep"]
+__all__ = [
+    "EXPONENTS",
+    "WARM_UP",
+    "Crossover",
+    "LeftOut",
+    "Point",
+    "Sweep",
+    "crossover",
+    "num_queries",
+    "sweep",
+]
 
 EXPONENTS: Mapping[str, int] = {"linear": 1, "exact": 2}
 """The two curves, and the power of the length with which each grows."""
@@ -79,11 +89,14 @@ class Crossover:
         Where the lines through the two points around it meet in log-log axes, if crossed.
     between : tuple of (int or None)
         The measured lengths around it.
+    unit : str
+        "token", or "key" in cross attention.
     """
 
     status: str
     length: float | None = None
     between: tuple[int | None, int | None] = (None, None)
+    unit: str = "token"
 
     @property
     def rounded(self) -> int | None:
@@ -107,6 +120,9 @@ class Sweep:
         Seconds that were allowed.
     num_real : int
         Keys that no further key repeats.
+    sizes : tuple of int
+        Queries and keys as given: in cross attention a length counts keys, and queries are in this
+        proportion to them.
     """
 
     label: str
@@ -114,11 +130,18 @@ class Sweep:
     left_out: tuple[LeftOut, ...]
     time_budget: float
     num_real: int
+    sizes: tuple[int, int] = (1, 1)
+
+    @property
+    def unit(self) -> str:
+        """What a length counts."""
+        return "token" if self.sizes[0] == self.sizes[1] else "key"
 
     @property
     def crossover(self) -> Crossover:
         """Where linear attention overtakes exact attention."""
-        return crossover(self.seconds("linear"), self.seconds("exact"))
+        found = crossover(self.seconds("linear"), self.seconds("exact"))
+        return replace(found, unit=self.unit)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -140,6 +163,7 @@ def sweep(
     num_real: int,
     is_causal: bool,
     time_budget: float,
+    sizes: tuple[int, int] = (1, 1),
     notify: Callable[[str], None] = lambda text: None,
 ) -> Sweep:
     """Time both curves at every length that is expected to fit into the time budget.
@@ -166,6 +190,8 @@ def sweep(
         Passed on to the calls.
     time_budget : float
         Seconds.
+    sizes : tuple of int
+        As in `Sweep`.
     notify : callable
         Called with a description before each of the ``2 * len(lengths)`` points.
     """
@@ -174,7 +200,9 @@ def sweep(
         length = min(lengths[-1], WARM_UP)
         last[curve] = (length, 0.0)
         with suppress(*FAILURES):  # told of the points themselves
-            timing = fastest(_call(attend, arrays, length, is_causal), max_calls=2, max_seconds=0.1)
+            timing = fastest(
+                _call(attend, arrays, length, sizes, is_causal), max_calls=2, max_seconds=0.1
+            )
             last[curve] = (length, timing.seconds)
 
     points: list[Point] = []
@@ -194,7 +222,7 @@ def sweep(
                 continue
             try:
                 timing = fastest(
-                    _call(attend, arrays, length, is_causal),
+                    _call(attend, arrays, length, sizes, is_causal),
                     max_calls=20,
                     max_seconds=min(1.0, remaining - reserve),
                 )
@@ -205,7 +233,7 @@ def sweep(
             last[curve] = max(last[curve], (length, timing.seconds))
             points.append(Point(curve, length, timing.seconds, timing.calls))
 
-    return Sweep(label, tuple(points), tuple(left_out), time_budget, num_real)
+    return Sweep(label, tuple(points), tuple(left_out), time_budget, num_real, sizes)
 
 
 def crossover(linear: Mapping[int, float], exact: Mapping[int, float]) -> Crossover:
@@ -241,8 +269,19 @@ def _expected(curve: str, last: tuple[int, float], length: int) -> float:
     return seconds * float(length / last_length) ** EXPONENTS[curve]
 
 
+def num_queries(length: int, sizes: tuple[int, int]) -> int:
+    """Return how many queries go with so many keys, in the proportion of the sizes."""
+    return max(1, round(length * sizes[0] / sizes[1]))
+
+
 def _call(
-    attend: Attend, arrays: Sequence[Any], length: int, is_causal: bool
+    attend: Attend,
+    arrays: Sequence[Any],
+    length: int,
+    sizes: tuple[int, int],
+    is_causal: bool,
 ) -> Callable[[], object]:
-    query, key, value, bias = (None if array is None else array[:length] for array in arrays)
+    query, *rest = arrays
+    query = query[: num_queries(length, sizes)]
+    key, value, bias = (None if array is None else array[:length] for array in rest)
     return lambda: attend(query, key, value, is_causal=is_causal, key_bias=bias)

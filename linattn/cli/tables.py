@@ -195,17 +195,19 @@ def norms_text(norms: AttendedNorms) -> str:
 
 def time_table(found: Sweep, *, is_causal: bool) -> Table:
     """Return the measured times by length."""
+    queries, keys = found.sizes
+    cross = f" Queries: {queries:,} for every {keys:,} keys." if queries != keys else ""
     table = Table(
         title=f"Time of one head against sequence length: {found.label}",
         caption_justify="left",
         min_width=76,
         caption=(
             f"Fastest call{', causal' if is_causal else ''}; beyond the first head's own "
-            f"{count(found.num_real, 'token')} these are repeated at random with {NOISE:.0%} "
-            f"Gaussian noise: for times only, since keys that repeat are easy to cluster."
+            f"{count(found.num_real, found.unit)} these are repeated at random with {NOISE:.0%} "
+            f"Gaussian noise: for times only, since keys that repeat are easy to cluster.{cross}"
         ),
     )
-    for name in ("tokens", "this map", "exact softmax", "exact / map"):
+    for name in (f"{found.unit}s", "this map", "exact softmax", "exact / map"):
         table.add_column(name, justify="right", no_wrap=True)
     linear, exact = found.seconds("linear"), found.seconds("exact")
     for length in found.lengths:
@@ -227,18 +229,18 @@ def crossover_text(found: Sweep) -> str:
         case "crossed":
             return (
                 f"Crossover: {found.label} is faster than exact attention from about "
-                f"{result.rounded:,} tokens on (interpolated between "
+                f"{result.rounded:,} {found.unit}s on (interpolated between "
                 f"{low:,} and {high:,})."
             )
         case "below":
             return (
-                f"Crossover: below {count(high or 0, 'token')}; {found.label} was faster at every "
-                "length measured."
+                f"Crossover: below {count(high or 0, found.unit)}; {found.label} was faster at "
+                "every length measured."
             )
         case "not reached":
             return (
                 f"Crossover: not reached; exact attention was faster at "
-                f"{count(low or 0, 'token')}, the longest length where both were measured."
+                f"{count(low or 0, found.unit)}, the longest length where both were measured."
             )
     return "Crossover: not reached; no length was measured with both."
 
@@ -249,7 +251,7 @@ def left_out_text(found: Sweep) -> str:
     late: dict[str, list[str]] = {}
     failed = []
     for point in found.left_out:
-        label, length = labels[point.curve], count(point.length, "token")
+        label, length = labels[point.curve], count(point.length, found.unit)
         if point.failure:
             failed.append(f"{label} at {length} fails: {point.failure}")
         else:
