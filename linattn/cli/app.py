@@ -488,30 +488,34 @@ def _compare(settings: Settings) -> None:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar on stderr if it is a terminal; call the function it yields before each step."""
+def _bar(*columns: Any) -> Iterator[Any]:
+    """Show a bar on stderr if it is a terminal, and yield it; else yield None."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress
 
     console = Console(stderr=True, markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         # Rich before 15.0 ends even a disabled bar with an empty line.
-        yield lambda description: None
+        yield None
         return
-    with Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        transient=True,
-    ) as progress:
-        task = progress.add_task("", total=total)
+    with Progress(BarColumn(bar_width=24), *columns, console=console, transient=True) as progress:
+        yield progress
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show steps done; call the function it yields before each step."""
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    with _bar(MofNCompleteColumn(), TimeElapsedColumn(), text) as progress:
+        task = progress and progress.add_task("", total=total)
         begun = 0
 
         def notify(description: str) -> None:
             nonlocal begun
-            progress.update(task, completed=begun, description=description)
+            if progress:
+                progress.update(task, completed=begun, description=description)
             begun += 1
 
         yield notify
@@ -519,39 +523,23 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def _rows_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show rows done, their rate and the time left on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    """Show rows done, their rate and the time left."""
+    from rich.progress import TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]} rows a second,", markup=False),
-        TimeRemainingColumn(),
-        TextColumn("left", markup=False),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
+    rate = TextColumn("{task.fields[rate]} rows a second,", markup=False)
+    left = TextColumn("left", markup=False)
+    with _bar(TaskProgressColumn(), rate, TimeRemainingColumn(), left) as progress:
         task = None
 
         def notify(done: int, total: int) -> None:
             nonlocal task
-            if task is None:
+            if progress and task is None:
                 # What an earlier run did has no rate.
                 task = progress.add_task("", total=total, completed=done, rate="?")
-                return
-            progress.update(task, completed=done)
-            speed = progress.tasks[0].speed
-            progress.update(task, rate="?" if speed is None else f"{speed:,.0f}")
+            elif progress:
+                progress.update(task, completed=done)
+                speed = progress.tasks[0].speed
+                progress.update(task, rate="?" if speed is None else f"{speed:,.0f}")
 
         yield notify
 

@@ -43,6 +43,8 @@ SAMPLE_RUNS, SAMPLE_ROWS = 32, 256
 TOLERANCE = 0.1
 """Largest error of a head, as for :func:`linattn.attention`."""
 
+EXACT = "exact"
+
 SECONDS = 60.0
 """Between two checkpoints."""
 
@@ -103,9 +105,8 @@ class Settings:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             option = f"--{name.replace('_', '-')}"
-            if name in ("files", "resume") or value is None or value is False:
-                continue
-            if name == "tolerance" and value == TOLERANCE:
+            is_default = value is None or value is False or value == TOLERANCE
+            if name in ("files", "resume") or is_default:
                 continue
             line += [option] if value is True else [option, str(value)]
         return shlex.join([*line, "--resume"])
@@ -120,7 +121,6 @@ class Summary(NamedTuple):
     peak_bytes: int | None
     errors: NDArray[Any] | None
     """Of each head; None where nothing could be checked."""
-    num_rows: int
 
     @property
     def failure(self) -> str:
@@ -152,10 +152,11 @@ class Summary(NamedTuple):
         if self.errors is None:
             return f"{text}; nothing to check"
         worst = f", worst head {self.errors.max():.2g}" if self.errors.size > 1 else ""
+        rows = min(self.settings.check or CHECKED_ROWS, self.num_tokens)
         judged = "above" if self.errors.max() > self.settings.tolerance else "within"
         return (
             f"{text}; {judged} the tolerance {self.settings.tolerance:g}: error against exact "
-            f"attention on {count(self.num_rows, 'row')}: {np.median(self.errors):.2g}{worst}"
+            f"attention on {count(rows, 'row')}: {np.median(self.errors):.2g}{worst}"
         )
 
 
@@ -189,7 +190,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         try:
             phi = _feature_map(settings, inputs)
         except CommandError:
-            _check_finite(settings, inputs)
+            _check_finite(inputs)
             raise
         before = None
         if settings.start_state is not None:
@@ -200,21 +201,26 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
             kind = ExactInputs
         inputs = kind(*arrays, phi, weights, settings.causal, settings.window)
         _, shape = check_inputs(inputs, before)
-    connection = connected(settings.workers, settings.scheduler)
-    with connection if settings.on_cluster else nullcontext():
-        _check_finite(settings, inputs)
+    with connected(settings.workers, settings.scheduler) if settings.on_cluster else nullcontext():
+        with _as_command_errors(settings):
+            _check_finite(inputs)
         array = out.open(shape, inputs.query)
         found: list[Summary] = []
 
         def finish(state: State) -> None:
             seconds = time.perf_counter() - start
             if settings.save_state is not None:
-                with _as_run_errors(f"{settings.save_state}: cannot be written"):
-                    linattn.save_state(settings.save_state, state, phi)
-            errors, num_rows = _errors(settings, inputs, array)
-            found.append(Summary(settings, shape[-2], seconds, _peak_bytes(), errors, num_rows))
+                linattn.save_state(settings.save_state, state, phi)
+            errors = _errors(settings, inputs, array)
+            found.append(Summary(settings, shape[-2], seconds, _peak_bytes(), errors))
 
-        _solve(settings, inputs, before, out, array, progress, warn, finish)
+        def attend(notify: Progress) -> None:
+            size = settings.block_size or _block_size(*inputs[:3], array)
+            size *= BLOCKS_AT_ONCE if settings.on_cluster else 1
+            how = Run(size, out.checkpoint, SECONDS, notify, finish)
+            run_blocks(inputs, array, before, how)
+
+        _solve(settings, out, attend, progress, warn)
     return found[0]
 
 
@@ -226,29 +232,29 @@ def _check_exact(settings: Settings) -> None:
             raise CommandError(message)
 
 
-def _check_finite(settings: Settings, inputs: Inputs) -> None:
+def _check_finite(inputs: Inputs) -> None:
     """Name the first number that is not finite: it would spread to other rows."""
     for name in stores.NAMES:
         array = getattr(inputs, name)
-        size = _block_size(array)
-        for start in range(0, array.shape[-2], size):
-            rows = slice(start, min(start + size, array.shape[-2]))
+        length, size = array.shape[-2], _block_size(array)
+        for start in range(0, length, size):
+            rows = slice(start, min(start + size, length))
             if isinstance(inputs, ClusterInputs):
-                counts = ~inputs.finite(name, rows)
+                bad = ~inputs.finite(name, rows)
             else:
-                counts = ~np.isfinite(inputs.rows(name, rows)).all(axis=-1)
+                bad = ~np.isfinite(inputs.rows(name, rows)).all(axis=-1)
+            remedy = "mend it"
             if name != "query":
-                counts = counts & inputs.weights_of(rows).get("key_mask", True)
-            if counts.any():
-                *lead, row = np.argwhere(counts)[0].tolist()
+                mask = np.asarray(inputs.weights_of(rows).get("key_mask", [True]))
+                bad &= mask if mask.shape == bad.shape else mask.reshape(-1, mask.shape[-1]).any(0)
+                remedy += ", or hide its token by --mask"
+            for *lead, row in np.argwhere(bad).tolist():
                 index = (*lead, start + row)
                 numbers = np.asarray(array[index])
                 column = int(np.argmin(np.isfinite(numbers)))
-                message = (
-                    f"{name} must be finite, got {numbers[column]} at {[*index, column]}; mend it"
-                    f"{'' if name == 'query' else ', or hide its token by --mask'}"
-                )
-                raise CommandError(_with_files(settings, message))
+                where = [*index, column]
+                message = f"{name} must be finite, got {numbers[column]} at {where}; {remedy}"
+                raise ValueError(message)
         release_pages(array)
 
 
@@ -264,16 +270,10 @@ def _check_own_file(option: str, path: Path, others: Iterable[Path | None]) -> N
 
 
 def _solve(
-    settings: Settings,
-    inputs: Inputs,
-    before: State | None,
-    out: stores.Output,
-    array: Any,
-    progress: Progress,
+    settings: Settings, out: stores.Output, attend: Callable[[Progress], None], progress: Progress,
     warn: Callable[[str], None],
-    finish: Callable[[State], None],
-) -> None:
-    """Attend on this machine; what was begun can be gone on with, and says so."""
+) -> None:  # fmt: skip
+    """Attend; what was begun can be gone on with, and says so."""
     begun = False
 
     def notify(done: int, total: int) -> None:
@@ -284,29 +284,20 @@ def _solve(
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            arrays = (inputs.query, inputs.key, inputs.value, array)
-            size = settings.block_size or _block_size(*arrays)
-            if settings.on_cluster:
-                size *= BLOCKS_AT_ONCE
-            how = Run(size, out.checkpoint, SECONDS, notify, finish)
-            run_blocks(inputs, array, before, how)
+            attend(notify)
     except Exception as error:
         broke_off = begun or (isinstance(error, OSError) and not out.begins)
         if broke_off and not isinstance(error, _files.StateFileError):
-            message = f"{_said(error)}; {_go_on(settings)}"
+            message = f"{_said(error)}; go on with: {settings.command()}"
             raise RunError(message) from None
         if out.begins:
             out.discard()
         raise CommandError(_with_files(settings, _said(error))) from None
     except KeyboardInterrupt:
-        message = f"interrupted; {_go_on(settings)}"
+        message = f"interrupted; go on with: {settings.command()}"
         raise KeyboardInterrupt(message) from None
     if caught:
         warn(str(caught[0].message))
-
-
-def _go_on(settings: Settings) -> str:
-    return f"go on with: {settings.command()}"
 
 
 def _said(error: BaseException) -> str:
@@ -324,13 +315,13 @@ def _said(error: BaseException) -> str:
 
 def _with_files(settings: Settings, text: str) -> str:
     """Put the files before what is said about arrays."""
-    files = settings.files * (1 if len(settings.files) == len(stores.NAMES) else len(stores.NAMES))
-    named = dict(zip(stores.NAMES, files, strict=True))
-    named |= {"key_mask": settings.mask, "initial_state": settings.start_state}
-    found = [str(file) for name, file in named.items() if re.search(rf"\b{name}\b", text)]
+    # One file may hold all three.
+    named = dict(zip(stores.NAMES, settings.files * 3, strict=False))
+    named["initial_state"] = settings.start_state
     alone = {"out must": settings.out, "key_mask must": settings.mask}
-    found = next(([str(file)] for begin, file in alone.items() if text.startswith(begin)), found)
-    return f"{', '.join(dict.fromkeys(found))}: {text}" if found else text
+    found = [file for begin, file in alone.items() if text.startswith(begin)]
+    found = found or [file for name, file in named.items() if re.search(rf"\b{name}\b", text)]
+    return f"{', '.join(dict.fromkeys(map(str, found)))}: {text}" if found else text
 
 
 @contextmanager
@@ -339,15 +330,6 @@ def _as_command_errors(settings: Settings) -> Iterator[None]:
         yield
     except Exception as error:
         raise CommandError(_with_files(settings, _said(error))) from None
-
-
-@contextmanager
-def _as_run_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        message = f"{what}: {_said(error)}"
-        raise RunError(message) from None
 
 
 def _feature_map(settings: Settings, inputs: Inputs) -> Any:
@@ -359,9 +341,11 @@ def _feature_map(settings: Settings, inputs: Inputs) -> Any:
             mask = _sample(mask[..., None])[..., 0] > 0
         return {"query": _sample(inputs.query), "key": _sample(inputs.key), "key_mask": mask}
 
+    if settings.map.casefold() == EXACT:
+        return ExactMap()
     dim = int(inputs.query.shape[-1])
-    given = Choice(dim, settings.num_features, None, settings.seed, sample)
-    found = find_map(settings.map, given, others={"exact": ExactMap()})
+    choice = Choice(dim, settings.num_features, None, settings.seed, sample, also=(EXACT,))
+    found = find_map(settings.map, choice)
     if is_map(found):
         return found
     try:
@@ -389,15 +373,16 @@ def _block_size(*arrays: Any) -> int:
     return max(1, min(MAX_BLOCK_ROWS, MAX_BLOCK_BYTES // max(1, row)))
 
 
-def _errors(settings: Settings, inputs: Inputs, out: Any) -> tuple[NDArray[Any] | None, int]:
-    """Return the error of each head on some rows, None for none, and how many rows they are."""
+def _errors(settings: Settings, inputs: Inputs, out: Any) -> NDArray[Any] | None:
+    """Return the error of each head on some rows; None where there is nothing to compare."""
     if settings.start_state is not None or 0 in (*out.shape, inputs.key.shape[-2]):
-        return None, 0
-    number = CHECKED_ROWS if settings.check is None else settings.check
+        return None
+    number = settings.check or CHECKED_ROWS
     rows = diagnostics.held_out_rows(out.shape[-2], number, settings.seed)
     size = min(KEYS, _block_size(inputs.key, inputs.value))
-    exact = attend_exactly(inputs, _rows(inputs.query, rows), rows, size)
-    return relative_error(_rows(out, rows), exact), len(rows)
+    return relative_error(
+        _rows(out, rows), attend_exactly(inputs, _rows(inputs.query, rows), rows, size)
+    )
 
 
 def _rows(array: Any, rows: NDArray[np.intp]) -> NDArray[np.float64]:

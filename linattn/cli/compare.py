@@ -120,14 +120,14 @@ class Row:
     cost: float
     held_out: bool
     exact_share: float
-    failure: str
-    median: float
-    percentile_90: float
-    heads: tuple[tuple[float, ...], ...]
-    setup_seconds: float
-    seconds: float
-    calls: int
-    peak_bytes: float
+    failure: str = ""
+    median: float = math.inf
+    percentile_90: float = math.inf
+    heads: tuple[tuple[float, ...], ...] = ()
+    setup_seconds: float = math.inf
+    seconds: float = math.inf
+    calls: int = 0
+    peak_bytes: float = math.inf
 
     @property
     def full_label(self) -> str:
@@ -292,14 +292,6 @@ def measure(
         cost=method.multiplications(sizes) / exact_multiplications(sizes),
         held_out=method.held_out,
         exact_share=method.exact_share(num_keys, case.num_features or 0, is_causal),
-        failure="",
-        median=math.inf,
-        percentile_90=math.inf,
-        heads=(),
-        setup_seconds=math.inf,
-        seconds=math.inf,
-        calls=0,
-        peak_bytes=math.inf,
     )
     try:
         return _measured(row, case, inputs, exact, is_causal=is_causal, seed=seed, draws=draws)
@@ -407,9 +399,7 @@ def judge(
         )
     sentence += published
     good_enough = cheapest is not None
-    if best is None:
-        return Verdict(None, None, None, uniform, GOOD_ENOUGH, good_enough, use, sentence)
-    found = (best.method, best.num_features, best.median)
+    found = (best.method, best.num_features, best.median) if best else (None, None, None)
     return Verdict(*found, uniform, GOOD_ENOUGH, good_enough, use, sentence)
 
 

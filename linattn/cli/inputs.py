@@ -60,6 +60,11 @@ class Inputs:
         """Query, key and value."""
         return self.query, self.key, self.value
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Numbers of queries and keys."""
+        return self.query.shape[1], self.key.shape[1]
+
     def tokens(self, chosen: slice) -> Inputs:
         """Return the inputs with these tokens only."""
         query, key, value = (array[:, chosen] for array in self.arrays)

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ class Choice:
         Of its first draw.
     sample : callable or None
         Returns what a map is fitted to, by the names of arguments; None for random numbers.
+    also : tuple of str
+        Names that the command knows beside those of maps.
     """
 
     dim: int
@@ -55,6 +57,7 @@ class Choice:
     sampler: str | None
     seed: int
     sample: Callable[[], dict[str, Any]] | None = None
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what the options' types do not say."""
@@ -91,24 +94,15 @@ def _required(function: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.default is p.empty}
 
 
-def find_map(
-    target: str,
-    choice: Choice,
-    *,
-    show_traceback: bool = False,
-    others: Mapping[str, Any] | None = None,
-) -> Any:
-    """Return the map or factory of that name, or one of the others.
+def find_map(target: str, choice: Choice, *, show_traceback: bool = False) -> Any:
+    """Return the map or factory of that name.
 
     Raises
     ------
     CommandError
         No such map, module or object, or one that cannot be made from the choice.
     """
-    if ":" in target:
-        found = _user_object(target, show_traceback)
-    else:
-        found = _shipped_map(target, choice, others or {})
+    found = _user_object(target, show_traceback) if ":" in target else _shipped_map(target, choice)
     if inspect.isclass(found) or not (callable(found) or is_map(found)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
         message = (
@@ -118,8 +112,8 @@ def find_map(
     return found
 
 
-def _shipped_map(name: str, choice: Choice, others: Mapping[str, Any]) -> Any:
-    known = dict(zip(map_names(), map_names(), strict=True)) | NAMES | {n: n for n in others}
+def _shipped_map(name: str, choice: Choice) -> Any:
+    known = {each: each for each in (*map_names(), *choice.also)} | NAMES
     try:
         name = find_name(name, known)
     except ValueError as error:
@@ -129,8 +123,6 @@ def _shipped_map(name: str, choice: Choice, others: Mapping[str, Any]) -> Any:
             f"want one of {', '.join(known)}, or module:object for a map of your own, got {got}"
         )
         raise CommandError(message) from None
-    if name in others:
-        return others[name]
     make: Any = _maker(getattr(feature_maps, name))
     parameters = inspect.signature(make).parameters
     given: dict[str, Any] = {"dim": choice.dim, "num_features": choice.num_features}

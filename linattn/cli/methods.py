@@ -126,8 +126,8 @@ class _Automatic:
 
     cost = 1.0
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.seed = int(rng.integers(2**63))
 
     def __call__(
         self,
@@ -270,28 +270,18 @@ METHODS: tuple[Method, ...] = (
     ),
 )
 
-UNIFORM = Method(
-    "uniform",
-    "uniform attention",
-    lambda query, key, num_features, rng: _uniform,
-    has_num_features=False,
-    kind="reference",
-    multiplications=lambda sizes: 0.0,
+
+def _reference(name: str, label: str, make: Any, **more: Any) -> Method:
+    return Method(name, label, make, has_num_features=False, kind="reference", **more)
+
+
+UNIFORM = _reference(
+    "uniform", "uniform attention", lambda *given: _uniform, multiplications=lambda sizes: 0.0
 )
-AUTOMATIC = Method(
-    "attention",
-    f"attention(), {TOLERANCE:g}",
-    lambda query, key, num_features, rng: _Automatic(int(rng.integers(2**63))),
-    has_num_features=False,
-    kind="reference",
+AUTOMATIC = _reference(
+    "attention", f"attention(), {TOLERANCE:g}", lambda *given: _Automatic(given[-1])
 )
-EXACT = Method(
-    "exact",
-    "exact softmax",
-    lambda query, key, num_features, rng: _softmax,
-    has_num_features=False,
-    kind="reference",
-)
+EXACT = _reference("exact", "exact softmax", lambda *given: _softmax)
 
 REFERENCES: tuple[Method, ...] = (UNIFORM, AUTOMATIC, EXACT)
 """What the methods are held against: always measured, never the winner."""

@@ -35,7 +35,7 @@ from linattn.cli.inputs import Inputs, continued, limited
 from linattn.cli.method import FAILURES, Method
 from linattn.cli.methods import EXACT, METHODS, REFERENCES, select
 from linattn.cli.settings import Settings
-from linattn.cli.sweep import Sweep, num_queries, sweep
+from linattn.cli.sweep import Sweep, sweep
 from linattn.cli.text import count
 from linattn.diagnostics import AttendedNorms, attended_norms
 
@@ -208,9 +208,11 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
 
     case = _curve_case(cases, rows)
     real = given.longer or given
-    sizes = (real.query.shape[-2], real.key.shape[-2])
+    sizes = real.lengths
     most = settings.lengths[-1]
-    arrays = continued(real, most, np.random.default_rng(seed), num_queries(most, sizes))
+    arrays = continued(
+        real, most, np.random.default_rng(seed), round(most * sizes[0] / sizes[1]) or 1
+    )
     first_head = limited(inputs, max_heads=1, max_tokens=settings.max_tokens, is_causal=is_causal)
     curves = {
         "linear": prepare(case, first_head, seed=seed),
@@ -228,9 +230,8 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
         notify=notify,
     )
     verdict = judge(rows, curve.crossover, degenerate=inputs.degenerate)
-    most = max(*sizes, max(given.query.shape[-2], given.key.shape[-2]))
-    whole = limited(given, max_heads=settings.max_heads, max_tokens=most, is_causal=is_causal)
-    verdict = _on_all_tokens(settings, verdict, inputs, whole, case, rows)
+    seconds = next(row.seconds for row in rows if row.full_label == case.label)
+    verdict = _on_all(settings, verdict, inputs, given, case, seconds)
     if inputs.question:
         verdict = replace(verdict, sentence=f"{verdict.sentence} But {inputs.question}.")
     left_out = tuple(
@@ -244,37 +245,37 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     )
 
 
-def _on_all_tokens(
-    settings: Settings,
-    verdict: Verdict,
-    inputs: Inputs,
-    whole: Inputs,
-    case: Case,
-    rows: Sequence[Row],
+def _on_all(
+    settings: Settings, verdict: Verdict, inputs: Inputs, given: Inputs, case: Case, seconds: float
 ) -> Verdict:
-    """Say on how many of the tokens a verdict was found, and whether its map does for all."""
-    judged, all_keys = inputs.key.shape[-2], whole.key.shape[-2]
-    queries = inputs.query.shape[-2], whole.query.shape[-2]
-    share = min(judged / all_keys, queries[0] / queries[1])
-    if share == 1:
+    """Say on what part of the inputs a verdict was found, and whether its map does for all."""
+    most, heads = max(given.lengths), (len(inputs.query), len(given.query))
+    sizes = list(zip(inputs.lengths, given.lengths, strict=True))
+    queries, keys = (f"{some:,} of {every:,}" for some, every in sizes)
+    tokens = f"{queries} tokens" if queries == keys else f"{queries} queries and {keys} keys"
+    told, remedy = [], ""
+    if heads[0] < heads[1]:
+        told.append(f"{heads[0]:,} of {heads[1]:,} heads")
+        remedy += f" --max-heads {heads[1]}"
+    if inputs.lengths != given.lengths:
+        told.append(f"the first {tokens}")
+        remedy += f" --max-tokens {most}"
+    if not told:
         return verdict
-    told = f"{verdict.sentence} This was judged on the first {queries[0]:,} of {queries[1]:,} " + (
-        "tokens"
-        if queries == (judged, all_keys)
-        else f"queries and {judged:,} of {all_keys:,} keys"
-    )
-    seconds = sum(row.seconds for row in rows if row.full_label == case.label) / share
+    sentence = f"{verdict.sentence} This was judged on {', '.join(told)}"
     error = None
-    if verdict.good_enough and seconds <= settings.time_budget:
+    share = min(some / every for some, every in sizes)
+    if share < 1 and verdict.good_enough and seconds <= share * settings.time_budget:
+        is_causal, most_heads = settings.is_causal, settings.max_heads
+        whole = limited(given, max_heads=most_heads, max_tokens=most, is_causal=is_causal)
         with suppress(*FAILURES):
-            error = error_on_rows(case, whole, is_causal=settings.is_causal, seed=settings.seed)
+            error = error_on_rows(case, whole, is_causal=is_causal, seed=settings.seed)
     if error is None:
-        sentence = f"{told} only: --max-tokens {max(all_keys, queries[1])} judges all."
-        return replace(verdict, sentence=sentence)
-    told += f"; on all of them the median error of {case.label} is {error:.2g}"
+        return replace(verdict, sentence=f"{sentence} only:{remedy} judges all.")
+    sentence += f"; on all tokens the median error of {case.label} is {error:.2g}"
     if error <= verdict.threshold:
-        return replace(verdict, sentence=f"{told} ({CHECKED_ROWS} rows of each head).")
-    sentence = f"{told}, not good enough: use exact softmax attention, or linattn.attention()."
+        return replace(verdict, sentence=f"{sentence} ({CHECKED_ROWS} rows of each head).")
+    sentence += ", not good enough: use exact softmax attention, or linattn.attention()."
     return replace(verdict, sentence=sentence, use="exact", good_enough=False)
 
 

@@ -12,17 +12,7 @@ from linattn.cli.method import FAILURES, Attend
 from linattn.cli.text import reason
 from linattn.cli.timing import fastest
 
-__all__ = [
-    "EXPONENTS",
-    "WARM_UP",
-    "Crossover",
-    "LeftOut",
-    "Point",
-    "Sweep",
-    "crossover",
-    "num_queries",
-    "sweep",
-]
+__all__ = ["EXPONENTS", "WARM_UP", "Crossover", "LeftOut", "Point", "Sweep", "crossover", "sweep"]
 
 EXPONENTS: Mapping[str, int] = {"linear": 1, "exact": 2}
 """The two curves, and the power of the length with which each grows."""
@@ -200,9 +190,8 @@ def sweep(
         length = min(lengths[-1], WARM_UP)
         last[curve] = (length, 0.0)
         with suppress(*FAILURES):  # told of the points themselves
-            timing = fastest(
-                _call(attend, arrays, length, sizes, is_causal), max_calls=2, max_seconds=0.1
-            )
+            call = _call(attend, arrays, length, sizes, is_causal)
+            timing = fastest(call, max_calls=2, max_seconds=0.1)
             last[curve] = (length, timing.seconds)
 
     points: list[Point] = []
@@ -221,11 +210,8 @@ def sweep(
                 left_out.append(LeftOut(curve, length, expected))
                 continue
             try:
-                timing = fastest(
-                    _call(attend, arrays, length, sizes, is_causal),
-                    max_calls=20,
-                    max_seconds=min(1.0, remaining - reserve),
-                )
+                call = _call(attend, arrays, length, sizes, is_causal)
+                timing = fastest(call, max_calls=20, max_seconds=min(1.0, remaining - reserve))
             except FAILURES as error:
                 left_out.append(LeftOut(curve, length, expected, reason(error)))
                 continue
@@ -269,19 +255,10 @@ def _expected(curve: str, last: tuple[int, float], length: int) -> float:
     return seconds * float(length / last_length) ** EXPONENTS[curve]
 
 
-def num_queries(length: int, sizes: tuple[int, int]) -> int:
-    """Return how many queries go with so many keys, in the proportion of the sizes."""
-    return max(1, round(length * sizes[0] / sizes[1]))
-
-
 def _call(
-    attend: Attend,
-    arrays: Sequence[Any],
-    length: int,
-    sizes: tuple[int, int],
-    is_causal: bool,
+    attend: Attend, arrays: Sequence[Any], length: int, sizes: tuple[int, int], is_causal: bool
 ) -> Callable[[], object]:
     query, *rest = arrays
-    query = query[: num_queries(length, sizes)]
+    query = query[: round(length * sizes[0] / sizes[1]) or 1]
     key, value, bias = (None if array is None else array[:length] for array in rest)
     return lambda: attend(query, key, value, is_causal=is_causal, key_bias=bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.table import Table
@@ -149,24 +149,22 @@ def _by_keys(row: Row) -> tuple[bool, float, float]:
 
 def left_out_methods_text(left_out: Sequence[tuple[str, str]], need_training: str) -> str:
     """Return which published attentions were not measured, each reason once."""
-    reasons: dict[str, list[str]] = {}
-    for label, obstacle in left_out:
-        reasons.setdefault(obstacle, []).append(label)
-    told = [
-        f"{', '.join(labels)} ({obstacle.removeprefix('is ')})"
-        for obstacle, labels in reasons.items()
-    ]
+    told = [f"{labels} ({why.removeprefix('is ')})" for why, labels in _by_reason(left_out)]
     return f"Not measured: {'; '.join([*told, need_training])}."
 
 
 def failures_text(rows: Sequence[Row]) -> str:
     """Return which rows failed, and why, each reason once."""
+    failed = [(row.full_label, row.failure) for row in rows if row.failure]
+    return f"Failed: {'; '.join(f'{labels}: {why}' for why, labels in _by_reason(failed))}."
+
+
+def _by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return each reason with the labels that have it."""
     reasons: dict[str, list[str]] = {}
-    for row in rows:
-        if row.failure:
-            reasons.setdefault(row.failure, []).append(row.full_label)
-    told = [f"{', '.join(labels)}: {reason}" for reason, labels in reasons.items()]
-    return f"Failed: {'; '.join(told)}."
+    for label, why in pairs:
+        reasons.setdefault(why, []).append(label)
+    return [(why, ", ".join(labels)) for why, labels in reasons.items()]
 
 
 def size_text(inputs: Inputs) -> str:

@@ -172,21 +172,20 @@ def _check_sliceable(name: str, array: Any) -> None:
 
 def _check_weights(inputs: Inputs) -> None:
     """Check lengths of masks and biases, which rows of no length do not tell."""
-    *_, length = wanted = tuple(inputs.key.shape[:-1])
+    *lead, length = wanted = tuple(inputs.key.shape[:-1])
     for name, weight in inputs.weights.items():
         shape = tuple(getattr(weight, "shape", ()))
         if not shape or (name == "log_decay" and len(shape) != len(wanted)):
             continue
-        message = (
-            f"{name} must have a last axis of {length}, the length of key, or 1, got shape {shape}"
-        )
         if shape[-1] not in (1, length):
+            message = (
+                f"{name} must have a last axis of {length}, the length of key, or 1, got shape "
+                f"{shape}"
+            )
             raise ValueError(message)
-        message = f"{name} must have shape ({length},), or {wanted} with axes of 1, got {shape}"
-        pairs = zip(shape, wanted, strict=False)
-        if len(shape) not in (1, len(wanted)) or (
-            len(shape) > 1 and any(size not in (1, most) for size, most in pairs)
-        ):
+        axes = shape[:-1] or (1,) * len(lead)
+        if len(axes) != len(lead) or any(a not in (1, b) for a, b in zip(axes, lead, strict=True)):
+            message = f"{name} must have shape ({length},), or {wanted} with axes of 1, got {shape}"
             raise ValueError(message)
 
 
