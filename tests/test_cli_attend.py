@@ -25,6 +25,7 @@ import linattn
 from linattn import feature_maps as fm
 from linattn.cli import attend as files_to_file
 from linattn.cli import cluster
+from linattn.cli import exact as exact_blocks
 from linattn.cli.errors import CommandError
 from tests.command import assert_refused, call
 
@@ -170,6 +171,240 @@ class TestResult:
         assert files_to_file._sample(array).dtype == np.float32
 
 
+LINE = re.compile(
+    r"(?P<out>\S+): 300 tokens by (?P<map>\S+) in .*; (?P<judged>above|within) the tolerance "
+    r"(?P<tolerance>\S+): error against exact attention on (?P<rows>\d+) rows: (?P<error>\S+), "
+    r"worst head (?P<worst>\S+)\n"
+)
+
+
+def dense(query, key, value, *, causal, seen=None):
+    """Softmax attention, written down in float64."""
+    q, k, v = (array.astype(np.float64) for array in (query, key, value))
+    logits = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+    hidden = np.zeros(logits.shape[-2:], bool)
+    if causal:
+        hidden |= np.arange(hidden.shape[1]) > np.arange(hidden.shape[0])[:, None]
+    if seen is not None:
+        hidden |= ~seen
+    logits = np.where(hidden, -np.inf, logits)
+    most = np.max(logits, axis=-1, keepdims=True)
+    weights = np.exp(logits - np.where(np.isfinite(most), most, 0))
+    return weights @ v / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+
+
+def judged(result, exact, found):
+    """Check the last line, the exit code and stderr against the errors of all rows."""
+    line = LINE.fullmatch(result.stdout)
+    assert line, result.output
+    errors = np.linalg.norm(found - exact, axis=(1, 2)) / np.linalg.norm(exact, axis=(1, 2))
+    worst = float(errors.max())
+    if line["rows"] == "300":
+        assert float(line["error"]) == pytest.approx(np.median(errors), rel=0.06, abs=1e-6)
+        assert float(line["worst"]) == pytest.approx(worst, rel=0.06, abs=1e-6)
+    is_above = worst > float(line["tolerance"])
+    assert line["judged"] == ("above" if is_above else "within")
+    assert result.exit_code == (3 if is_above else 0)
+    assert len(result.stderr.splitlines()) == is_above
+    if is_above:
+        said = f"linattn: error: {line['out']}: the error of {line['map']}, {line['worst']}, is"
+        assert result.stderr.startswith(f"{said} above the tolerance {line['tolerance']}; the file")
+    return line
+
+
+class TestJudged:
+    """No output without its error on rows of exact attention, held against a tolerance."""
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            [],
+            ["--causal"],
+            ["--map", "exact"],
+            ["--map", "EXACT", "--causal", "--block-size", "70"],
+            ["--map", "ReluFeatures", "--mask", "m.npy"],
+            ["--map", "landmarks", "--num-features", "290", "--window", "8"],
+            ["--map", "favor+", "--tolerance", "0.9"],
+            ["--map", "maps_to_judge:make", "--causal", "--tolerance", "1e-3"],
+        ],
+        ids=" ".join,
+    )
+    def test_the_last_line(self, folder, words):
+        (folder / "maps_to_judge.py").write_text(
+            "from linattn.feature_maps import PositiveFeatures\n"
+            f"def make(rng): return PositiveFeatures({DIM}, num_features=16, rng=rng)\n"
+        )
+        seen = np.arange(LENGTH) % 5 > 0
+        np.save("m.npy", seen)
+        is_causal = "--causal" in words
+        exact = dense(*arrays(), causal=is_causal, seen=seen if "--mask" in words else None)
+        for check in ([], ["--check", "1000"]):
+            result = attend(*FILES, "--out", f"o{len(check)}.npy", *words, *check)
+            line = judged(result, exact, np.load(f"o{len(check)}.npy"))
+            name = words[words.index("--map") + 1] if "--map" in words else None
+            assert line["map"] == (name or ("favor+" if is_causal else "landmarks"))
+            assert (line["out"], line["rows"]) == (
+                f"o{len(check)}.npy", "300" if check else "64"
+            )  # fmt: skip
+
+    def test_in_a_store(self, folder):
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        group = zarr.open_group("data.zarr", mode="w")
+        for name, array in zip(NAMES, arrays(), strict=True):
+            group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
+        exact = dense(*arrays(), causal=True)
+        for name in ("favor+", "exact"):
+            words = ("--causal", "--map", name, "--check", "300")
+            result = attend("data.zarr", "--out", f"{name}.zarr", *words)
+            judged(result, exact, zarr.open_group(f"{name}.zarr", mode="r")["output"][:])
+
+    @pytest.mark.parametrize("name", ["PositiveFeatures", "exact"])
+    @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
+    @pytest.mark.parametrize("at", [1, 4, "check"])
+    def test_a_run_that_goes_on(self, folder, monkeypatch, name, flag, at):
+        """Also one that broke off while its rows were checked."""
+        words = ("--map", name, "--block-size", "70", *flag)
+        whole = attend(*FILES, "--out", "whole.npy", *words)
+        with monkeypatch.context() as patch:
+            if at == "check":
+                patch.setattr(files_to_file, "_errors", raise_interrupt)
+            else:
+                TestGoingOn._break_off(None, patch, KeyboardInterrupt(), blocks=at)
+            result = attend(*FILES, "--out", "o.npy", *words)
+        assert result.exit_code == 130
+        assert (folder / "o.npy.checkpoint").exists()
+        result = attend(*FILES, "--out", "o.npy", *words, "--resume")
+        line = judged(result, dense(*arrays(), causal=bool(flag)), np.load("o.npy"))
+        assert line.groups()[2:] == LINE.fullmatch(whole.stdout).groups()[2:]
+        assert np.load("o.npy").tobytes() == np.load("whole.npy").tobytes()
+        assert not (folder / "o.npy.checkpoint").exists()
+
+    def test_keys_of_a_state_are_not_checked(self, folder):
+        assert attend(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz").exit_code == 0
+        words = (*FILES, *OPTIONS[:6], "--start-state", "s.npz")
+        result = attend(*words, "--out", "o.npy")
+        assert result.stdout.endswith("; not checked: the keys of s.npz are in no file\n")
+        assert result.exit_code == 3
+        assert result.stderr.startswith("linattn: error: o.npy: its error is not known; ")
+        result = attend(*words, "--out", "p.npy", "--tolerance", "inf")
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert np.load("o.npy").tobytes() == np.load("p.npy").tobytes()
+
+    def test_an_output_that_overflows(self, folder):
+        np.save("v.npy", np.full((2, LENGTH, WIDTH), 3e38, np.float32))
+        result = attend(*FILES, "--out", "o.npy", "--map", "relu")
+        assert not np.isfinite(np.load("o.npy")).all()
+        assert result.exit_code == 3
+        assert result.stdout.endswith("worst head inf\n")
+
+
+def raise_interrupt(*args):
+    raise KeyboardInterrupt
+
+
+class TestExact:
+    """``--map exact``, against a formula that shares no code."""
+
+    @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
+    @pytest.mark.parametrize(
+        ("dtype", "bound"), [("f2", 2e-3), ("f4", 2e-6), ("f8", 1e-13), (">f4", 2e-6)]
+    )
+    def test_blocks_of_queries_and_keys(self, folder, monkeypatch, flag, dtype, bound):
+        monkeypatch.setattr(exact_blocks.attend_exactly, "__defaults__", (90,))
+        given = [array.astype(dtype) for array in arrays()]
+        for name, array in zip(FILES, given, strict=True):
+            np.save(name, array)
+        seen = np.arange(LENGTH) % 7 > 1
+        np.save("m.npy", seen)
+        words = (*FILES, "--map", "exact", "--block-size", "80", *flag)
+        for mask in ([], ["--mask", "m.npy"]):
+            result = attend(*words, "--out", f"o{len(mask)}.npy", *mask)
+            assert result.exit_code == 0, result.output
+            found = np.load(f"o{len(mask)}.npy")
+            assert found.dtype == np.dtype(dtype).newbyteorder("=")
+            wanted = dense(*given, causal=bool(flag), seen=seen if mask else None)
+            np.testing.assert_allclose(found, wanted, rtol=bound, atol=bound)
+
+    @pytest.mark.parametrize(
+        "words",
+        [["--num-features", "8"], ["--window", "4"], ["--save-state", "s.npz"], ["--workers", "1"]],
+    )
+    def test_what_it_has_no_use_for(self, folder, words):
+        result = attend(*FILES, "--out", "o.npy", "--map", "exact", *words)
+        assert_refused(result, f"{words[0]}: not with --map exact")
+        assert not (folder / "o.npy").exists()
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize(
+        ("file", "number", "where"),
+        [
+            ("q.npy", np.nan, (1, 299, 7)),
+            ("k.npy", np.nan, (0, 0, 0)),
+            ("k.npy", -np.inf, (1, 150, 3)),
+            ("v.npy", np.inf, (0, 71, 2)),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["landmarks", "PositiveFeatures", "exact"])
+    def test_the_first_one_is_named(self, folder, monkeypatch, name, file, number, where):
+        monkeypatch.setattr(files_to_file, "MAX_BLOCK_ROWS", 64)
+        array = np.load(file)
+        array[where] = number
+        np.save(file, array)
+        result = attend(*FILES, "--out", "o.npy", "--map", name)
+        which = dict(zip(FILES, NAMES, strict=True))[file]
+        assert_refused(result, f"error: {file}: {which} must be finite, got {number} at")
+        assert f"{list(where)}; mend it" in result.stderr
+        assert not (folder / "o.npy").exists()
+        if file == "q.npy":
+            return
+        np.save("m.npy", np.arange(LENGTH) != where[1])
+        result = attend(*FILES, "--out", "o.npy", *OPTIONS[2:], "--map", name, "--mask", "m.npy")
+        if name == "exact":
+            assert_refused(result, "--num-features: not with --map exact")
+        else:
+            assert result.exit_code == 0, result.output
+            assert np.isfinite(np.load("o.npy")).all()
+
+    def test_a_mask_of_each_head(self, folder):
+        key = np.load("k.npy")
+        key[1, 150] = np.nan
+        np.save("k.npy", key)
+        seen = np.ones((2, LENGTH), bool)
+        seen[0, 150] = False
+        np.save("m.npy", seen)
+        words = (*FILES, "--out", "o.npy", *OPTIONS, "--mask", "m.npy")
+        assert_refused(attend(*words), "k.npy: key must be finite, got nan at [1, 150, 0]")
+        np.save("m.npy", seen[::-1])
+        assert attend(*words).exit_code == 0
+
+    def test_on_a_cluster(self, folder):
+        """Tasks of Dask read the rows: here on its threads."""
+        pytest.importorskip("dask", reason="dask is not installed")
+        query, key, value = arrays()
+        value[1, 222, 1] = np.nan
+        given = cluster.ClusterInputs(query, key, value, PHI, {}, False, None)
+        with pytest.raises(ValueError, match=r"value must be finite, got nan at \[1, 222, 1\]"):
+            files_to_file._check_finite(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("favour", "favor+"), ("elu", "EluFeatures or elu+1 or relu"), ("Exat", "exact"),
+        ("landmark", "LandmarkFeatures or landmarks"), ("landmarks+window", "landmarks"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_near_is_named(folder, name, near):
+    result = attend(*FILES, "--out", "o.npy", "--map", name)
+    assert_refused(result, f", got {name}; did you mean {near}?")
+
+
+@pytest.mark.parametrize("name", ["FAVOR+", "positivefeatures", "Elu+1", "LANDMARKS"])
+def test_names_in_any_case(folder, name):
+    assert attend(*FILES, "--out", "o.npy", "--map", name, *OPTIONS[6:]).exit_code == 0
+
+
 def shorten(name, size):
     with open(name, "r+b") as file:
         file.truncate(size)
@@ -211,6 +446,38 @@ BAD = {
     ),
     "block size": (lambda: None, ["--block-size", "0"], "--block-size: want a whole number >= 1"),
     "seed": (lambda: None, ["--seed", "-1"], "--seed: want a whole number >= 0"),
+    "query of one axis": (
+        lambda: np.save("q.npy", np.ones(9, "f4")), [], "q.npy: query must have at least 2 axes"
+    ),
+    "folder": (
+        lambda: (os.unlink("k.npy"), os.mkdir("k.npy")), [], "k.npy: cannot be opened: Is a dir"
+    ),
+    "complex": (
+        lambda: np.save("v.npy", np.ones((2, LENGTH, 4), complex)), [], "v.npy: value must have dt"
+    ),
+    "two dtypes": (
+        lambda: np.save("v.npy", np.ones((2, LENGTH, 4))), [], "q.npy, v.npy: query and value must"
+    ),
+    "heads": (
+        lambda: np.save("v.npy", np.ones((3, LENGTH, 4), "f4")), [], "k.npy, v.npy: leading axes"
+    ),
+    "no tokens": (
+        lambda: [np.save(n, np.load(n)[:, :0]) for n in FILES], ["--map", "landmarks"],
+        "q.npy, k.npy: LandmarkFeatures cannot be made",
+    ),
+    "mask of heads": (
+        lambda: np.save("m.npy", np.ones((3, LENGTH), bool)), ["--mask", "m.npy"],
+        "error: m.npy: key_mask must have shape (300,), or (2, 300) with axes of 1, got (3, 300)",
+    ),
+    "mask of numbers": (
+        lambda: np.save("m.npy", np.ones(LENGTH)), ["--mask", "m.npy"], "error: m.npy: key_mask mu"
+    ),
+    "out is an input": (lambda: None, ["--out", "q.npy"], "--out q.npy: is the file of q.npy too"),
+    "tolerance": (lambda: None, ["--tolerance", "nan"], "--tolerance: want a number > 0, got nan"),
+    "factory": (lambda: None, ["--map", "math:sqrt"], "--map math:sqrt: it raised TypeError"),
+    "columns that do not fit": (
+        lambda: None, ["--num-features", "99999999999"], "or fewer --num-features"
+    ),
 }  # fmt: skip
 
 

@@ -176,7 +176,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     if not out.is_zarr:
         _check_own_file("--out", settings.out, (*settings.files, settings.mask))
     out.check(resume=settings.resume)
-    arrays = stores.open_inputs(settings.files)
+    query, key, value = stores.open_inputs(settings.files)
     weights = {} if settings.mask is None else {"key_mask": stores.open_array(settings.mask)}
     if settings.save_state is not None:
         others = (*settings.files, settings.mask, settings.out, out.checkpoint)
@@ -185,7 +185,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     start = time.perf_counter()
     with _as_command_errors(settings):
         # Shapes and dtypes, before a map is fitted.
-        inputs = Inputs(*arrays, ExactMap(), weights, settings.causal, None)
+        inputs = Inputs(query, key, value, ExactMap(), weights, settings.causal, None)
         check_inputs(inputs, None)
         try:
             phi = _feature_map(settings, inputs)
@@ -199,7 +199,7 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
         if isinstance(phi, ExactMap):
             _check_exact(settings)
             kind = ExactInputs
-        inputs = kind(*arrays, phi, weights, settings.causal, settings.window)
+        inputs = kind(query, key, value, phi, weights, settings.causal, settings.window)
         _, shape = check_inputs(inputs, before)
     with connected(settings.workers, settings.scheduler) if settings.on_cluster else nullcontext():
         with _as_command_errors(settings):
@@ -316,7 +316,7 @@ def _said(error: BaseException) -> str:
 def _with_files(settings: Settings, text: str) -> str:
     """Put the files before what is said about arrays."""
     # One file may hold all three.
-    named = dict(zip(stores.NAMES, settings.files * 3, strict=False))
+    named: dict[str, Any] = dict(zip(stores.NAMES, settings.files * 3, strict=False))
     named["initial_state"] = settings.start_state
     alone = {"out must": settings.out, "key_mask must": settings.mask}
     found = [file for begin, file in alone.items() if text.startswith(begin)]

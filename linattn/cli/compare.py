@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -399,7 +399,9 @@ def judge(
         )
     sentence += published
     good_enough = cheapest is not None
-    found = (best.method, best.num_features, best.median) if best else (None, None, None)
+    found: tuple[Any, Any, Any] = (None, None, None)
+    if best is not None:
+        found = (best.method, best.num_features, best.median)
     return Verdict(*found, uniform, GOOD_ENOUGH, good_enough, use, sentence)
 
 
