@@ -7,6 +7,7 @@ import math
 import re
 import shlex
 import tracemalloc
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,13 +80,15 @@ class TestCompare:
         assert "hyperbolic" not in result.stdout
         assert lines[-1].startswith("Verdict: ")
         assert lines[-1].endswith(": use exact softmax attention.")
+        assert "judged" not in lines[-1]
         for name in ("error.png", "time.png"):
             assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
         record = json.loads((out / "compare.json").read_text())
         assert record["versions"]["linattn"] == linattn.__version__
         assert record["input"]["heads"] == 24
         draws = {entry["method"]: entry["heads"] for entry in record["errors"]}
-        assert [len(heads) for heads in draws.values()] == [5, 1, 1, 1]
+        assert list(draws) == ["favor+", "elu+1", "uniform", "attention", "exact"]
+        assert [len(heads) for heads in draws.values()] == [5, 1, 1, 1, 1]
         assert {len(heads) for one in draws.values() for heads in one} == {24}
         assert record["verdict"]["sentence"] in lines[-1]
         # No map is good enough: the time curve is of the one that the verdict names.
@@ -195,12 +198,102 @@ class TestCompare:
         np.testing.assert_allclose(measured.heads, [errors], rtol=1e-6, atol=1e-9)
         assert measured.median == pytest.approx(np.median(errors), abs=1e-9)
         assert measured.percentile_90 == pytest.approx(np.quantile(errors, 0.9), abs=1e-9)
+        if not method.held_out:
+            checked = compare.error_on_rows(case, small, is_causal=is_causal, seed=0)
+            assert checked == pytest.approx(measured.median, rel=1e-6, abs=1e-9)
         if method is methods.EXACT:
             assert max(errors) < 1e-6
         if method is methods.UNIFORM:
             sees = np.tril(np.ones((20, 20))) if is_causal else np.ones((20, 20))
             mean = sees / sees.sum(axis=1, keepdims=True) @ small.value
             np.testing.assert_allclose(output, mean, atol=1e-6)
+
+    def test_attention_measures_what_it_did(self, small, monkeypatch):
+        """Its tolerance, its own error, and the cost that its report gives."""
+
+        def pretend(query, key, value, *, tolerance, return_report, **options):
+            assert (tolerance, return_report) == (0.1, True)
+            output = linattn.softmax_attention(query, key, value, is_causal=options["is_causal"])
+            return 1.25 * output, types.SimpleNamespace(cost=0.37)
+
+        monkeypatch.setattr(linattn, "attention", pretend)
+        exact = compare.exact_output(small, is_causal=True)
+        case = compare.Case(methods.AUTOMATIC, None)
+        row = compare.measure(case, small, exact, is_causal=True, seed=0, draws=1)
+        assert (row.kind, row.cost) == ("reference", 0.37)
+        assert row.median == pytest.approx(0.25, abs=1e-6)
+
+    @pytest.mark.parametrize("change", ["like the first", "unlike", "no time", "no map"])
+    def test_what_was_judged_is_said(self, tmp_path, change):
+        """The recommendation holds for all tokens, or says for which."""
+        rng = np.random.default_rng(0)
+        clusters = 2 * rng.standard_normal((8, 16))
+        tokens = clusters[rng.integers(8, size=(3, 400))] + 0.05 * rng.standard_normal((3, 400, 16))
+        if change == "unlike":
+            tokens[:, 100:] = 1.5 * rng.standard_normal((3, 300, 16))
+        path = save(tmp_path / "in.npz", query=tokens, key=tokens, value=tokens)
+        words = ["--maps", "relu" if change == "no map" else "landmarks", "--num-features", "16"]
+        words += ["--lengths", "64", "--max-tokens", "100", "--max-heads", "2"]
+        words += ["--time-budget", "0" if change == "no time" else "9", "--out", tmp_path]
+        result = call("compare", path, *words)
+        assert result.exit_code == 0, result.output
+        verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
+        sentence = verdict["sentence"]
+        assert f"Verdict: {sentence}" == result.stdout.splitlines()[-1]
+        assert "This was judged on 2 of 3 heads, the first 100 of 400 tokens" in sentence
+        on_all = "; on all tokens the median error of landmarks with 16 columns is "
+        assert (on_all in sentence) == (change in ("like the first", "unlike"))
+        if change in ("no time", "no map"):
+            assert sentence.endswith("only: --max-heads 3 --max-tokens 400 judges all.")
+            return
+        inside = compare.Case(methods.select(("landmarks",))[0], 16)
+        given = inputs.limited(inputs.load(path), max_heads=2, max_tokens=400, is_causal=False)
+        error = compare.error_on_rows(inside, given, is_causal=False, seed=0)
+        assert f"{on_all}{error:.2g}" in sentence
+        assert verdict["good_enough"] == (error <= 0.1) == (change == "like the first")
+        if change == "unlike":
+            assert verdict["use"] == "exact"
+            assert sentence.endswith("use exact softmax attention, or linattn.attention().")
+
+    @pytest.mark.parametrize("lengths", [(30, 120), (200, 50)])
+    def test_cross_attention_is_timed_as_it_is_given(self, tmp_path, monkeypatch, lengths):
+        rng = np.random.default_rng(0)
+        query = rng.standard_normal((1, lengths[0], 8))
+        key = rng.standard_normal((1, lengths[1], 8))
+        path = save(tmp_path / "in.npz", query=query, key=key, value=key)
+        timed = []
+
+        def note(call, **limits):
+            given = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
+            timed.append((len(given["query"].cell_contents), len(given["key"].cell_contents)))
+            return timing.Timing(1.0 / len(timed), 1, 0.0)
+
+        monkeypatch.setattr(sweep, "fastest", note)
+        words = ["--maps", "relu", "--lengths", "60,120,240", "--out", tmp_path]
+        result = call("compare", path, *words)
+        assert result.exit_code == 0, result.output
+        wanted = {(round(n * lengths[0] / lengths[1]), n) for n in (60, 120, 240)}
+        assert set(timed) == wanted
+        record = json.loads((tmp_path / "compare.json").read_text())["lengths"]
+        assert record["sizes"] == list(lengths)
+        told = " ".join(result.stdout.split())
+        assert f"Queries: {lengths[0]} for every {lengths[1]} keys." in told
+        assert re.search(r"┃ +keys ┃ +this map ┃", result.stdout)
+        assert re.search(r"Crossover: .* \d+ keys", told)
+
+    @pytest.mark.parametrize(
+        ("given", "found"),
+        [("FAVOR+", "favor+"), ("EluFeatures", "elu+1"), ("Landmarks+Window", "landmarks+window"),
+         ("BigBird", "bigbird")],
+    )  # fmt: skip
+    def test_names_in_any_case(self, given, found):
+        assert [each.name for each in methods.select((given,))] == [found]
+
+    def test_names_that_are_near(self, file):
+        result = call("compare", file, "--maps", "favour,relu,elu")
+        assert_refused(result, "got favour; did you mean favor+?, elu; did you mean elu+1")
+        result = call("verify", "positivfeatures")
+        assert_refused(result, "got positivfeatures; did you mean PositiveFeatures")
 
     def test_draws_are_different_and_all_count(self, small):
         case = compare.Case(methods.select(("favor+",))[0], 16)
