@@ -67,7 +67,7 @@ def command(folder: Path, *options: str) -> list[str]:
     """Return the command line that is measured."""
     files = [str(folder / f"{name}.npy") for name in NAMES]
     return [sys.executable, "-m", "linattn", "attend", *files, "--out", str(folder / "o.npy"),
-            "--causal", "--map", "PositiveFeatures", *options]  # fmt: skip
+            "--causal", "--map", "PositiveFeatures", "--tolerance", "inf", *options]  # fmt: skip
 
 
 def watch(words: list[str], limit: int, kill_after: float | None = None) -> Finished:

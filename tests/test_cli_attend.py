@@ -292,7 +292,7 @@ class TestJudged:
 
     def test_an_output_that_overflows(self, folder):
         np.save("v.npy", np.full((2, LENGTH, WIDTH), 3e38, np.float32))
-        result = attend(*FILES, "--out", "o.npy", "--map", "relu")
+        result = attend(*FILES, "--out", "o.npy", "--map", "relu", "--tolerance", "inf")
         assert not np.isfinite(np.load("o.npy")).all()
         assert result.exit_code == 3
         assert result.stdout.endswith("worst head inf\n")
@@ -364,7 +364,7 @@ class TestNotFinite:
             assert_refused(result, "--num-features: not with --map exact")
         else:
             assert result.exit_code == 0, result.output
-            assert np.isfinite(np.load("o.npy")).all()
+            np.testing.assert_array_less(np.abs(np.load("o.npy")), 10)
 
     def test_a_mask_of_each_head(self, folder):
         key = np.load("k.npy")

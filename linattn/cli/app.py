@@ -350,9 +350,7 @@ _SaveState = Annotated[
 ]
 _Check = Annotated[
     int | None,
-    typer.Option(
-        metavar="ROWS", help="Rows of each head computed exactly at the end.  [default: 64]"
-    ),
+    typer.Option(metavar="ROWS", help="Rows of a head computed exactly at last.  [default: 64]"),
 ]
 _Tolerance = Annotated[
     float,

@@ -123,14 +123,18 @@ class Summary(NamedTuple):
     """Of each head; None where nothing could be checked."""
 
     @property
+    def is_above(self) -> bool:
+        """Whether a head has a larger error than the tolerance, or rows that are not finite."""
+        worst = 0.0 if self.errors is None else self.errors.max()
+        return bool(worst > self.settings.tolerance or np.isinf(worst))
+
+    @property
     def failure(self) -> str:
         """Why the output is not known to be within the tolerance; "" if it is."""
         out, tolerance = self.settings.out, self.settings.tolerance
-        if tolerance == np.inf:
-            return ""
-        if self.settings.start_state is not None:
+        if self.settings.start_state is not None and tolerance < np.inf:
             return f"{out}: its error is not known; --tolerance inf accepts that"
-        if self.errors is None or not self.errors.max() > tolerance:
+        if self.errors is None or not self.is_above:
             return ""
         return (
             f"{out}: the error of {self.settings.map}, {self.errors.max():.2g}, is above the "
@@ -153,7 +157,7 @@ class Summary(NamedTuple):
             return f"{text}; nothing to check"
         worst = f", worst head {self.errors.max():.2g}" if self.errors.size > 1 else ""
         rows = min(self.settings.check or CHECKED_ROWS, self.num_tokens)
-        judged = "above" if self.errors.max() > self.settings.tolerance else "within"
+        judged = "above" if self.is_above else "within"
         return (
             f"{text}; {judged} the tolerance {self.settings.tolerance:g}: error against exact "
             f"attention on {count(rows, 'row')}: {np.median(self.errors):.2g}{worst}"
@@ -179,8 +183,8 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     query, key, value = stores.open_inputs(settings.files)
     weights = {} if settings.mask is None else {"key_mask": stores.open_array(settings.mask)}
     if settings.save_state is not None:
-        others = (*settings.files, settings.mask, settings.out, out.checkpoint)
-        _check_own_file("--save-state", settings.save_state, others)
+        taken = (*settings.files, settings.mask, settings.out, out.checkpoint)
+        _check_own_file("--save-state", settings.save_state, taken)
         report.check_file("--save-state", settings.save_state)
     start = time.perf_counter()
     with _as_command_errors(settings):
@@ -258,9 +262,9 @@ def _check_finite(inputs: Inputs) -> None:
         release_pages(array)
 
 
-def _check_own_file(option: str, path: Path, others: Iterable[Path | None]) -> None:
+def _check_own_file(option: str, path: Path, taken: Iterable[Path | None]) -> None:
     """Check that a file that is written is none of the others."""
-    for other in others:
+    for other in taken:
         if other is None:
             continue
         is_one = path.resolve() == other.resolve()

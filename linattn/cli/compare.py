@@ -43,6 +43,7 @@ __all__ = [
     "measure",
     "multiplications",
     "prepare",
+    "refuted",
     "relative_error",
     "uniform_row",
 ]
@@ -403,6 +404,12 @@ def judge(
     if best is not None:
         found = (best.method, best.num_features, best.median)
     return Verdict(*found, uniform, GOOD_ENOUGH, good_enough, use, sentence)
+
+
+def refuted(verdict: Verdict, why: str) -> Verdict:
+    """Return the verdict against a map that is not good enough for all tokens."""
+    sentence = f"{why}: use exact softmax attention, or linattn.attention()."
+    return replace(verdict, sentence=sentence, use="exact", good_enough=False)
 
 
 def frontier(rows: Iterable[Row]) -> list[Row]:

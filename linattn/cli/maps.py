@@ -49,7 +49,7 @@ class Choice:
     sample : callable or None
         Returns what a map is fitted to, by the names of arguments; None for random numbers.
     also : tuple of str
-        Names that the command knows beside those of maps.
+        Names beside those of maps that the command takes.
     """
 
     dim: int

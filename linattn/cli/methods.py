@@ -122,7 +122,7 @@ TOLERANCE = 0.1
 
 
 class _Automatic:
-    """A call of :func:`linattn.attention`, which knows what it cost."""
+    """A call of :func:`linattn.attention`, which stores what it cost."""
 
     cost = 1.0
 
@@ -214,15 +214,15 @@ def _of_class(name: str, label: str, about: str, **more: Any) -> Method:
     )
 
 
-NO_COLUMNS: dict[str, Any] = {"has_num_features": False, "multiplications": _elementwise_cost}
+ONE_SIZE: dict[str, Any] = {"has_num_features": False, "multiplications": _elementwise_cost}
 
 METHODS: tuple[Method, ...] = (
     _of_class("favor+", "FAVOR+", "positive random features, orthogonal rows"),
     _of_class("hyperbolic", "hyperbolic", "positive random features in pairs"),
     _of_class("trigonometric", "trigonometric", "random sines and cosines"),
     _of_class("relu-performer", "ReLU Performer", "ReLU of random projections"),
-    _of_class("elu+1", "elu + 1", "elu(x) + 1; no choice of columns", **NO_COLUMNS),
-    _of_class("relu", "ReLU", "ReLU; no choice of columns", **NO_COLUMNS),
+    _of_class("elu+1", "elu + 1", "elu(x) + 1; no choice of columns", **ONE_SIZE),
+    _of_class("relu", "ReLU", "ReLU; no choice of columns", **ONE_SIZE),
     Method(
         "landmarks",
         "landmarks",

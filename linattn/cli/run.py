@@ -29,6 +29,7 @@ from linattn.cli.compare import (
     measure,
     multiplications,
     prepare,
+    refuted,
 )
 from linattn.cli.errors import CommandError
 from linattn.cli.inputs import Inputs, continued, limited
@@ -251,7 +252,7 @@ def _on_all(
     """Say on what part of the inputs a verdict was found, and whether its map does for all."""
     most, heads = max(given.lengths), (len(inputs.query), len(given.query))
     sizes = list(zip(inputs.lengths, given.lengths, strict=True))
-    queries, keys = (f"{some:,} of {every:,}" for some, every in sizes)
+    queries, keys = (f"{first:,} of {total:,}" for first, total in sizes)
     tokens = f"{queries} tokens" if queries == keys else f"{queries} queries and {keys} keys"
     told, remedy = [], ""
     if heads[0] < heads[1]:
@@ -264,19 +265,17 @@ def _on_all(
         return verdict
     sentence = f"{verdict.sentence} This was judged on {', '.join(told)}"
     error = None
-    share = min(some / every for some, every in sizes)
+    share = min(first / total for first, total in sizes)
     if share < 1 and verdict.good_enough and seconds <= share * settings.time_budget:
-        is_causal, most_heads = settings.is_causal, settings.max_heads
-        whole = limited(given, max_heads=most_heads, max_tokens=most, is_causal=is_causal)
+        whole = _inputs(replace(settings, max_tokens=most), given)
         with suppress(*FAILURES):
-            error = error_on_rows(case, whole, is_causal=is_causal, seed=settings.seed)
+            error = error_on_rows(case, whole, is_causal=settings.is_causal, seed=settings.seed)
     if error is None:
         return replace(verdict, sentence=f"{sentence} only:{remedy} judges all.")
     sentence += f"; on all tokens the median error of {case.label} is {error:.2g}"
     if error <= verdict.threshold:
         return replace(verdict, sentence=f"{sentence} ({CHECKED_ROWS} rows of each head).")
-    sentence += ", not good enough: use exact softmax attention, or linattn.attention()."
-    return replace(verdict, sentence=sentence, use="exact", good_enough=False)
+    return refuted(verdict, f"{sentence}, not good enough")
 
 
 def _rows(

@@ -87,15 +87,11 @@ class Settings:
 
     def command(self) -> str:
         """Return the command line that repeats this run, every option spelled out."""
-        line = ["linattn", "compare"]
-        line += map(str, self.files)
-        line += ["--maps", ",".join(self.maps)]
-        if self.baselines:
-            line.append("--baselines")
+        line = ["linattn", "compare", *map(str, self.files), "--maps", ",".join(self.maps)]
+        line += ["--baselines"] * self.baselines
         line += ["--num-features", ",".join(map(str, self.num_features))]
         line += ["--lengths", ",".join(map(str, self.lengths))]
-        if self.is_causal:
-            line.append("--causal")
+        line += ["--causal"] * self.is_causal
         line += ["--seed", str(self.seed), "--time-budget", f"{self.time_budget:g}"]
         line += ["--draws", str(self.draws)]
         line += ["--max-tokens", str(self.max_tokens), "--max-heads", str(self.max_heads)]

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from linattn.layers import _heads
+from linattn.layers._cache import check_state
 from linattn.layers._heads import AttentionState, Heads, Positions
 from linattn.layers._params import Params, Part, Result, join, split, split_layers
 from linattn.layers.attentions import Attention, Scope, SoftmaxAttention
@@ -199,7 +200,7 @@ def stream_layer(
             "they are of a causal stream of tokens"
         )
         raise ValueError(message)
-    _heads.check_state(state, LayerState)
+    check_state(state, LayerState)
     tokens, of_memory = (None, None) if state is None else state
     start = 0 if tokens is None else tokens.length
 
@@ -331,7 +332,7 @@ def stream_stack(
     state: DecoderState | None,
 ) -> tuple[Array, DecoderState]:
     """Apply layers and the last norm to the next tokens of a stream; return the new state too."""
-    _heads.check_state(state, DecoderState)
+    check_state(state, DecoderState)
     layers, final = _layers_and_norm(params)
     before: Sequence[LayerState | None] = [None] * len(layers) if state is None else state.layers
     if len(before) != len(layers):

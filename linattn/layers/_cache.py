@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat
 
@@ -10,7 +10,7 @@ from linattn import _arrays
 from linattn.typing import Array
 from linattn.typing.records import one_line
 
-__all__ = ["KeyValueCache"]
+__all__ = ["KeyValueCache", "check_state"]
 
 
 class KeyValueCache(NamedTuple):
@@ -77,3 +77,14 @@ def _empty_like(rows: Array, capacity: int) -> Array:
     xp, device = _arrays.namespace(rows), array_api_compat.device(rows)
     shape = (*rows.shape[:-2], capacity, rows.shape[-1])
     return xp.empty(shape, dtype=rows.dtype, device=device)
+
+
+def check_state(state: Any, *kinds: type) -> None:
+    """Check that a state, or the cache in it, is of a kind that this call returns."""
+    if state is not None and not isinstance(state, kinds):
+        message = (
+            f"initial_state must hold an object of type {kinds[0].__name__}, got "
+            f"{type(state).__name__}; pass the state that return_state=True returned, of the same "
+            f"function and attention"
+        )
+        raise TypeError(message)

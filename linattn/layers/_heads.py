@@ -6,15 +6,26 @@ import math
 from typing import Any, NamedTuple, TypeAlias
 
 from linattn import _arrays, _checks
+from linattn.coreset import CoresetAttention
+from linattn.layers import attentions
+from linattn.layers._cache import KeyValueCache, check_state
 from linattn.layers._params import Params, Part, Pullback, Result, check_pair, join, split
 from linattn.layers.attentions import Alibi, Attention, Rotary, Scope
 from linattn.layers.dense import product, rms_norm_vjp
-from linattn.typing import Array
+from linattn.state import Decoder
+from linattn.typing import Array, State
 from linattn.typing.records import one_line
 
 __all__ = ["AttentionState", "Heads", "Positions", "attend", "read", "remember", "stream"]
 
 Positions: TypeAlias = Rotary | Alibi | None
+
+CACHES: dict[type, tuple[type, ...]] = {
+    attentions.SoftmaxAttention: (KeyValueCache,),
+    attentions.LinearAttention: (State, Decoder),
+    attentions.BoundedAttention: (CoresetAttention,),
+}
+"""What a stream of each attention caches; classes of the user's may cache anything."""
 
 
 class AttentionState(NamedTuple):
@@ -103,7 +114,7 @@ def stream(
     (query, key, value), _ = _project(inner, x, None, shape, heads.eps)
     check_state(state, AttentionState)
     cache, length = (None, 0) if state is None else state
-    check_state(cache, *heads.attention.cache_kinds)
+    check_state(cache, *CACHES.get(type(heads.attention), (object,)))
     if isinstance(heads.positions, Rotary):
         query, key = (heads.positions.rotate(array, length) for array in (query, key))
     scope = _scope(Scope(is_causal=True), x, heads, shape)
@@ -158,17 +169,6 @@ def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Sha
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind):
         message = f"{name} must be one of linattn.layers, such as {wanted}, got {value!r}"
-        raise TypeError(message)
-
-
-def check_state(state: Any, *kinds: type) -> None:
-    """Check that a state, or the cache in it, is of a kind that this call returns."""
-    if state is not None and not isinstance(state, kinds):
-        message = (
-            f"initial_state must hold an object of type {kinds[0].__name__}, got "
-            f"{type(state).__name__}; pass the state that return_state=True returned, of the same "
-            f"function and attention"
-        )
         raise TypeError(message)
 
 

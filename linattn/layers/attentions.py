@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import array_api_compat
 import numpy as np
@@ -22,7 +22,7 @@ from linattn.layers._cache import KeyValueCache
 from linattn.positions import alibi_slopes, rotary
 from linattn.sampling import Seed
 from linattn.state import Decoder, init_state, read_state, update_state
-from linattn.typing import Array, FeatureMap, State
+from linattn.typing import Array, FeatureMap
 from linattn.typing._shifts import largest
 from linattn.typing.records import one_line
 
@@ -72,9 +72,6 @@ class Attention:
     >>> Uniform()(x, x, x, layers.Scope()).shape
     (2, 5, 8)
     """
-
-    cache_kinds: ClassVar[tuple[type, ...]] = (object,)
-    """Types of the caches that :meth:`extend` returns."""
 
     def __call__(self, query: Array, key: Array, value: Array, scope: Scope) -> Array:
         """Return outputs (..., L, e) for query (..., L, d), key (..., S, d), value (..., S, e)."""
@@ -144,8 +141,6 @@ class SoftmaxAttention(Attention):
     >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
     (2, 5, 8)
     """
-
-    cache_kinds: ClassVar = (KeyValueCache,)
 
     scale: float | None = None
     window: int | None = None
@@ -253,8 +248,6 @@ class LinearAttention(Attention):
     >>> layers.multi_head_attention(params, x, num_heads=2, attention=attention).shape
     (2, 5, 8)
     """
-
-    cache_kinds: ClassVar = (State, Decoder)
 
     feature_map: FeatureMap
     log_decay: Any = None
@@ -481,8 +474,6 @@ class BoundedAttention(Attention):
     >>> layers.multi_head_attention(params, x, **options).shape
     (2, 5, 8)
     """
-
-    cache_kinds: ClassVar = (CoresetAttention,)
 
     num_entries: int = 64
     block_size: int = 32

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
-from linattn.layers import _blocks, _heads
+from linattn.layers import _blocks
 from linattn.layers._blocks import DecoderState, InitOptions, Masks, ModelOptions
+from linattn.layers._cache import check_state
 from linattn.layers._params import (
     Params,
     Part,
@@ -537,7 +538,7 @@ def _stream(
     """Return the decoder's output at the next tokens of a stream."""
     of_embedding, _, of_decoder = _parts(params)
     added, chosen = _chosen(options)
-    _heads.check_state(state, DecoderState)
+    check_state(state, DecoderState)
     start = 0 if state is None else state.length
     x = embedding_vjp(of_embedding, tokens, start=start, **added)[0]
     return _blocks.stream_stack(of_decoder, x, memory, chosen, masks, state)
