@@ -1,7 +1,7 @@
 """`linattn attend`: from files to a file, and what goes wrong on the way."""
 
 # Star arguments, and settings as words.
-# mypy: disable-error-code="arg-type, attr-defined, call-overload"
+# mypy: disable-error-code="arg-type, attr-defined, call-overload, func-returns-value, union-attr"
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class TestResult:
         for name, array in zip(NAMES, arrays(), strict=True):
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
         words = ("--map", "landmarks", "--num-features", "16", "--window", "8", "--check", "20")
-        words = (*words, "--tolerance", "0.9")
-        result = attend("data.zarr", "--out", "out.zarr", *words)
+        given = ("data.zarr", *words, "--tolerance", "0.9")
+        result = attend(*given, "--out", "out.zarr")
         assert result.exit_code == 0, result.output
         assert "error against exact attention on 20 rows: 0." in result.stdout
         q, k, v = arrays()
@@ -97,7 +97,7 @@ class TestResult:
         found = zarr.open_group("out.zarr", mode="r")["output"]
         assert found.chunks == (1, 64, WIDTH)
         np.testing.assert_allclose(found[:], wanted, rtol=1e-4, atol=1e-5)
-        again = attend("data.zarr", "--out", "out.zarr", *words)
+        again = attend(*given, "--out", "out.zarr")
         assert_refused(again, "--out out.zarr: is there already")
 
     def test_the_same_store_takes_the_output(self, folder):

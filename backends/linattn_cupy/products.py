@@ -28,11 +28,12 @@ _float_1, _float_0 = np.ones(1, np.float32), np.zeros(1, np.float32)
 @contextmanager
 def tf32() -> Iterator[None]:
     """Let products round their operands to TF32, 10 bits after the point, inside."""
-    token = _tf32.set(True)
+    before = _tf32.get()
     try:
+        _tf32.set(True)
         yield
     finally:
-        _tf32.reset(token)
+        _tf32.set(before)
 
 
 @cache

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -62,6 +63,8 @@ MAX_DRAW_SECONDS = 2.0
 
 TIE = 1.1
 """Errors, and times, whose ratio is smaller are a tie: another run may rank them the other way."""
+
+_median, _seconds = attrgetter("median"), attrgetter("seconds")
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 
@@ -509,14 +512,6 @@ def _tied(row: Row, rows: Iterable[Row], number: Callable[[Row], float]) -> str:
     if len(names) > 2:
         names[2:] = [f"{len(names) - 2} more"]
     return " and ".join(names)
-
-
-def _median(row: Row) -> float:
-    return row.median
-
-
-def _seconds(row: Row) -> float:
-    return row.seconds
 
 
 def _quantile(errors: Float64, fraction: float) -> float:

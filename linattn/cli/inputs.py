@@ -125,7 +125,8 @@ def load(*paths: Path) -> Inputs:
         opened = zip(NAMES, open_inputs(paths), strict=True)
         found = {name: np.asarray(array[...]) for name, array in opened}
     path = " ".join(map(str, paths))
-    query, key, value = (_checked(path, name, found[name]) for name in NAMES)
+    of_arrays = zip(NAMES, paths * len(NAMES), strict=False)
+    query, key, value = (_checked(str(file), name, found[name]) for name, file in of_arrays)
     key_bias = _checked_bias(path, found[BIAS], key) if BIAS in found else None
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[-1] != key.shape[-1]:

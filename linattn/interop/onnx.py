@@ -195,8 +195,8 @@ def _bare_products() -> Iterator[None]:
     """
     name = "_matmul_mitigate_zero_sized"
     original = getattr(typed, name, None)
-    setattr(typed, name, lambda a, b: type(a)(op.matmul(a._var, b._var)))
     try:
+        setattr(typed, name, lambda a, b: type(a)(op.matmul(a._var, b._var)))
         yield
     finally:
         setattr(typed, name, original)
