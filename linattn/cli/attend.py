@@ -274,9 +274,12 @@ def _check_own_file(option: str, path: Path, taken: Iterable[Path | None]) -> No
 
 
 def _solve(
-    settings: Settings, out: stores.Output, attend: Callable[[Progress], None], progress: Progress,
+    settings: Settings,
+    out: stores.Output,
+    attend: Callable[[Progress], None],
+    progress: Progress,
     warn: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Attend; what was begun can be gone on with, and says so."""
     begun = False
 

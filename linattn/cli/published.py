@@ -30,14 +30,16 @@ ROUNDS, BITS, STEPS, RATE = 4, 63, 10, 4
 def _made(function: Callable[..., Array], options: Options, *, is_random: bool) -> Any:
     """Return what `Method.make` is: parameters follow from the lengths of each call."""
 
-    def make(query: Array, key: Array, number: int | None, rng: np.random.Generator) -> Attend:
+    def make(
+        query: Array, key: Array, num_features: int | None, rng: np.random.Generator
+    ) -> Attend:
         seed = {"rng": int(rng.integers(2**63))} if is_random else {}
 
         def attend(
             query: Array, key: Array, value: Array, *, is_causal: bool, key_bias: Any = None
         ) -> Array:
             dims = query.shape[-1], value.shape[-1]
-            sizes = Sizes(query.shape[-2], key.shape[-2], *dims, number or 1, is_causal)
+            sizes = Sizes(query.shape[-2], key.shape[-2], *dims, num_features or 1, is_causal)
             return function(query, key, value, is_causal=is_causal, **options(sizes), **seed)
 
         return attend
@@ -212,34 +214,60 @@ PUBLISHED: tuple[Method, ...] = (
         "fixed", "fixed pattern", baselines.fixed, _blocks_and_summaries, _fixed_cost, **CAUSAL
     ),
     _method(
-        "longformer", "Longformer", baselines.longformer, _window_and_global, _longformer_cost,
+        "longformer",
+        "Longformer",
+        baselines.longformer,
+        _window_and_global,
+        _longformer_cost,
         **SEEN | FULL,
     ),
     _method(
-        "bigbird", "BigBird", baselines.bigbird,
-        lambda sizes: {"block_size": max(1, sizes.m // 8)}, _bigbird_cost, **SEEN | DRAWN,
+        "bigbird",
+        "BigBird",
+        baselines.bigbird,
+        lambda sizes: {"block_size": max(1, sizes.m // 8)},
+        _bigbird_cost,
+        **SEEN | DRAWN,
     ),
     _method(
-        "linformer", "Linformer, means", baselines.linformer,
-        lambda sizes: {"num_landmarks": sizes.m}, _met_cost, **FULL,
+        "linformer",
+        "Linformer, means",
+        baselines.linformer,
+        lambda sizes: {"num_landmarks": sizes.m},
+        _met_cost,
+        **FULL,
     ),
     _method(
-        "linformer-random", "Linformer, random", baselines.linformer,
-        lambda sizes: {"num_landmarks": sizes.m, "projection": "random"}, _random_linformer_cost,
+        "linformer-random",
+        "Linformer, random",
+        baselines.linformer,
+        lambda sizes: {"num_landmarks": sizes.m, "projection": "random"},
+        _random_linformer_cost,
         **DRAWN,
     ),
     _method(
-        "nystromformer", "Nyströmformer", baselines.nystromformer,
-        lambda sizes: {"num_landmarks": min(sizes.m, sizes.L)}, _nystrom_cost, **FULL,
+        "nystromformer",
+        "Nyströmformer",
+        baselines.nystromformer,
+        lambda sizes: {"num_landmarks": min(sizes.m, sizes.L)},
+        _nystrom_cost,
+        **FULL,
     ),
     _method(
-        "clustered", "clustered", baselines.clustered,
-        lambda sizes: {"num_clusters": min(sizes.m, sizes.L)}, _clustered_cost, **DRAWN,
+        "clustered",
+        "clustered",
+        baselines.clustered,
+        lambda sizes: {"num_clusters": min(sizes.m, sizes.L)},
+        _clustered_cost,
+        **DRAWN,
     ),
     _method(
-        "improved-clustered", "improved clustered", baselines.improved_clustered,
+        "improved-clustered",
+        "improved clustered",
+        baselines.improved_clustered,
         lambda sizes: {"num_clusters": min(_half(sizes), sizes.L), "num_keys": _half(sizes)},
-        _improved_cost, **DRAWN,
+        _improved_cost,
+        **DRAWN,
     ),
     _method(
         "reformer", "Reformer", baselines.reformer, _hashing, _reformer_cost, is_random=True, **SEEN
@@ -251,19 +279,32 @@ PUBLISHED: tuple[Method, ...] = (
         "compressive", "compressive memory", baselines.compressive, _memories, _met_cost, **CAUSAL
     ),
     _method(
-        "wildcat", "WildCat", baselines.wildcat, lambda sizes: {"num_keys": sizes.m}, _wildcat_cost,
+        "wildcat",
+        "WildCat",
+        baselines.wildcat,
+        lambda sizes: {"num_keys": sizes.m},
+        _wildcat_cost,
         **DRAWN,
     ),
     _method(
         "thinformer", "Thinformer", baselines.thinformer, _oversampling, _thinformer_cost, **DRAWN
     ),
     _method(
-        "truncated-svd", "bound: truncated SVD", baselines.truncated_svd,
-        lambda sizes: {"rank": min(sizes.m, sizes.L)}, _svd_cost, kind="bound",
+        "truncated-svd",
+        "bound: truncated SVD",
+        baselines.truncated_svd,
+        lambda sizes: {"rank": min(sizes.m, sizes.L)},
+        _svd_cost,
+        kind="bound",
     ),
     _method(
-        "top-k", "bound: largest keys", baselines.top_k, lambda sizes: {"num_keys": sizes.m},
-        _top_k_cost, kind="bound", exact_share=_share,
+        "top-k",
+        "bound: largest keys",
+        baselines.top_k,
+        lambda sizes: {"num_keys": sizes.m},
+        _top_k_cost,
+        kind="bound",
+        exact_share=_share,
     ),
-)  # fmt: skip
+)
 """Each as its paper has it, at m keys a query."""
