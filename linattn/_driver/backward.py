@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import array_api_compat
-import numpy as np
 
 from linattn import _arrays, _dispatch
 from linattn._dispatch import block_functions
@@ -59,16 +58,17 @@ def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
-    if not problem.normalize:
-        return _pull(problem, cotangent, checkpoints)
-    value = units.value_log(problem)
+    value = units.value_log(problem, whole=True)
     cotangent, grad = _in_units(cotangent, units.heads_of(problem), value)
     found = _pull(units.in_units(problem, value), cotangent, checkpoints)
-    if not (np.any(value) or np.any(grad)):
+    if isinstance(value, int) and isinstance(grad, int):
         return found
     # Gradients are linear in cotangents, and in values too but for values and numerators.
-    scaled = {name: units.times_power(x, value + grad) for name, x in found._asdict().items()}
-    scaled["value"] = units.times_power(found.value, grad)
+    logs = dict.fromkeys(found._fields, value + grad) | {"value": grad, "state": 0}
+    scaled = {
+        name: units.times_power(x, logs[name], in_place=True)
+        for name, x in found._asdict().items()
+    }
     scaled["state"] = units.numerators_times(found.state, grad, value + grad)
     return Gradients(**scaled)
 
@@ -76,7 +76,7 @@ def pull(
 def _in_units(cotangent: Cotangent, heads: tuple[int, ...], value: Any) -> tuple[Cotangent, Any]:
     """Return cotangents in units of a power of 2, with values in units of ``2^value``; its log2."""
     output, state = cotangent
-    log = units.unit_log(heads, output, None if state is None else state.kvz)
+    log = units.unit_log(heads, output, None if state is None else state.kvz, whole=True)
     if state is not None:
         kvz = units.numerators_times(state.kvz, -log, -log - value)
         state = state._replace(kvz=kvz)

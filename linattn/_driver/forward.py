@@ -66,9 +66,20 @@ def solve(
 
     ``checkpoints`` stores states on the way.
     """
-    log = units.value_log(problem)
+    # Checkpoints have the units of the pullback.
+    log = units.value_log(problem, whole=checkpoints is not None)
     output, state, norm = _solve(units.in_units(problem, log), return_state, checkpoints)
-    return units.times_power(output, log), _in_ones(state, log), norm
+    if _overflows(problem, output, log):
+        return _solve(problem, return_state, checkpoints)
+    output = units.times_power(output, log, in_place=True)
+    return output, _in_ones(state, log), norm
+
+
+def _overflows(problem: Problem, output: Array, log: Any) -> bool:
+    """Whether numerators in units may have overflowed, of weights far above 1."""
+    if problem.normalize or isinstance(log, int):
+        return False
+    return not bool(problem.xp.all(problem.xp.isfinite(output)))
 
 
 def _in_ones(state: Any, log: Any) -> Any:

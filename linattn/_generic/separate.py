@@ -6,6 +6,7 @@ from linattn._arrays import namespace
 from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_features_hierarchical
 from linattn._generic.numerics import finite_shift
+from linattn._generic.states import by_feature
 from linattn.typing import Array, Features, Partial, SeparateDenominator, Spec, State, Tokens
 
 __all__ = ["scan_separate", "separate_state"]
@@ -13,6 +14,7 @@ __all__ = ["scan_separate", "separate_state"]
 
 def separate_state(state: State) -> State:
     """Zero the weights in the first half of the features, and the values in the second."""
+    state = by_feature(state)
     xp, kvz = namespace(state.kvz), state.kvz
     m = kvz.shape[-2] // 2
     first = xp.concat([kvz[..., :m, :-1], xp.zeros_like(kvz[..., :m, -1:])], axis=-1)

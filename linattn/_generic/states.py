@@ -132,6 +132,10 @@ def by_feature(state: State) -> State:
         return state
     sizes = np.abs(kvz)
     size, normalizer = np.max(sizes, axis=-1), sizes[..., -1]
+    has_both = (np.max(sizes[..., :-1], axis=-1, initial=0) > 0, normalizer > 0)
+    if has_both[0].any() and has_both[1].any() and not np.any(has_both[0] & has_both[1]):
+        # Of a separate denominator: each half would lose the size of the other.
+        return state
     # Midway where values are large: neither numerators nor normalizers become small.
     middle = np.sqrt(size) * np.sqrt(normalizer)
     size = np.where(normalizer > 0, middle, size)

@@ -2,7 +2,8 @@
 
 The result is multiplied by the unit, which is exact: attention is linear in its values, gradients
 in cotangents. Units avoid subnormal products, which some processors compute a hundred times as
-slowly. Each head has its own unit if heads share no array. Only NumPy arrays get units.
+slowly, and products that overflow. Each head has its own unit if heads share no array. Outputs
+get units on NumPy; gradients also on torch and JAX, where none of this reads a number.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import array_api_compat
 import numpy as np
 
+from linattn._arrays import dtype_bits, namespace
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn.typing import Array, Declined, Problem, Recurrence
 
@@ -29,9 +32,16 @@ __all__ = [
 ]
 
 SMALL = 2.0**-20
-"""An array whose largest absolute number is at least this needs no unit."""
+"""An array whose largest absolute number is at least this is not small."""
 
-LARGE = 2.0**60
+LARGE = {16: 40, 32: 40, 64: 400}
+"""log2 of the largest numbers that are left in a head, by bits of a dtype.
+
+The products of two, of values and cotangents, do not overflow. Further down, small numbers beside
+a large one would lose their digits.
+"""
+
+MAX_SQUARES = {32: 2.0**90, 64: 2.0**810}
 """Largest sum of squares of values in units: sums of them do not overflow."""
 
 
@@ -39,37 +49,78 @@ def is_moderate(value: Array) -> bool:
     """Return whether the first or the last number of one token shows that it needs no unit."""
     if not isinstance(value, np.ndarray) or value.size == 0:
         return True
-    return any(abs(float(value.item(i))) >= SMALL for i in (0, -1))
+    most = 2.0 ** LARGE[8 * value.dtype.itemsize]
+    return any(SMALL <= abs(float(value.item(i))) <= most for i in (0, -1))
 
 
-def unit_log(lead: tuple[int, ...], *arrays: Array) -> Any:
+def unit_log(
+    lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: bool = False
+) -> Any:
     """Return log2 of each head's unit, ``(*lead, 1, 1)``, or the number 0 for no units.
 
-    A head's largest absolute number divided by its unit is between 1/2 and 1. Only heads of small
-    numbers get a unit: a large number, masked or later than a query, must not make others small.
-    No head gets one if the middle row of the first array has a number of `SMALL` or more in each.
+    In its unit, the largest absolute number of a head of small numbers is between 1/2 and 1, and
+    that of a head of large ones `LARGE`. A larger number beside small ones, which a query may not
+    see, must not cost them their digits.
+
+    ``seen``, ``(..., S, 1)``: rows of the first array that are not masked, or None. ``whole``:
+    whether to look at all rows. If not, no head gets a unit if the middle row of the first array is
+    neither small nor large in any.
     """
-    given = [x for x in arrays if isinstance(x, np.ndarray) and x.size and x.dtype.itemsize > 2]
-    if not given:
+    given = [x for x in arrays if x is not None and 0 not in x.shape]
+    is_numpy = isinstance(arrays[0], np.ndarray)
+    if not given or not (is_numpy or (whole and _is_torch_or_jax(arrays[0]))):
         return 0
-    few = np.abs(given[0][..., given[0].shape[-2] // 2, :]).max(axis=-1)
-    if few.min() >= SMALL:
+    xp, dtype = namespace(arrays[0]), arrays[0].dtype
+    if float(xp.finfo(dtype).max) < 2.0**LARGE[16]:
         return 0
-    tops = []
-    for x in given:
-        sizes = np.where(np.isfinite(x), np.abs(x), 0)
-        tops.append(sizes.max(axis=(*range(x.ndim - 2 - len(lead)), -2, -1)))
-    top = np.maximum.reduce(tops)
-    log = np.where(top >= SMALL, 0, np.frexp(top)[1])
-    return log[..., None, None] if log.any() else 0
+    most = LARGE[dtype_bits(dtype)]
+    if is_numpy and not whole:
+        middle = given[0].shape[-2] // 2
+        few = np.abs(given[0][..., middle, :]).max(axis=-1)
+        if seen is not None:
+            few = few * seen[..., middle, 0]
+        if SMALL <= few.min() and few.max() <= 2.0**most:
+            return 0
+    masks = [seen if x is arrays[0] else None for x in given]
+    tops = [_largest(x, mask, len(lead)) for x, mask in zip(given, masks, strict=True)]
+    top = tops[0] if len(tops) == 1 else xp.maximum(*tops)
+    log = xp.frexp(top)[1]
+    log = xp.where(top < SMALL, log, xp.where(top > 2.0**most, log - most, xp.zeros_like(log)))
+    return log[..., None, None] if not is_numpy or log.any() else 0
 
 
-def times_power(x: Array, log: Any) -> Array:
-    """Return ``x 2^log`` by two multiplications, as ``2^log`` may overflow; None for None."""
-    if x is None or not np.any(log):
+def _is_torch_or_jax(x: Array) -> bool:
+    return array_api_compat.is_torch_array(x) or array_api_compat.is_jax_array(x)
+
+
+def _largest(x: Array, mask: Array, num_lead: int) -> Array:
+    """Largest finite absolute number of each head, of rows that are not masked."""
+    xp, axes = namespace(x), (*range(x.ndim - 2 - num_lead), -2, -1)
+    if mask is None and isinstance(x, np.ndarray):
+        # Without copies.
+        top = np.maximum(x.max(axis=axes), -x.min(axis=axes))
+        if np.isfinite(top).all():
+            return top
+    counts = xp.isfinite(x) if mask is None else xp.isfinite(x) & mask
+    return xp.max(xp.where(counts, xp.abs(x), xp.zeros_like(x)), axis=axes)
+
+
+def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
+    """Return ``x 2^log`` by two multiplications, as ``2^log`` may overflow; None for None.
+
+    ``in_place``: an array of NumPy's is overwritten.
+    """
+    if x is None or isinstance(log, int):
         return x
-    half, unit = log // 2, np.ones((), x.dtype)
-    return x * np.ldexp(unit, half) * np.ldexp(unit, log - half)
+    xp, half = namespace(x), log // 2
+    ones = xp.ones_like(log, dtype=x.dtype)
+    first, second = (xp.ldexp(ones, each) for each in (half, log - half))
+    if in_place and isinstance(x, np.ndarray):
+        x *= first
+    else:
+        x = x * first
+    x *= second
+    return x
 
 
 def token_times(x: Array, log: Any) -> Array:
@@ -79,10 +130,10 @@ def token_times(x: Array, log: Any) -> Array:
 
 def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
     """Multiply numerators of a state by ``2^log``, its normalizers by ``2^of_normalizers``."""
-    if kvz is None or not (np.any(log) or np.any(of_normalizers)):
+    if kvz is None or (isinstance(log, int) and isinstance(of_normalizers, int)):
         return kvz
     z = times_power(kvz[..., -1:], of_normalizers)
-    return np.concatenate([times_power(kvz[..., :-1], log), z], axis=-1)
+    return namespace(kvz).concat([times_power(kvz[..., :-1], log), z], axis=-1)
 
 
 # Attention --------------------------------------------------------------------------------------
@@ -98,35 +149,37 @@ def heads_of(problem: Problem) -> tuple[int, ...]:
     return problem.lead if all(lead == problem.lead for lead in leads) else ()
 
 
-def value_log(problem: Problem) -> Any:
-    """Return log2 of the units for a problem's values and the mean values in its state."""
-    value, state = problem.value, problem.state
-    # Numerators that are not divided may overflow in other units.
-    if problem.policy.lazy or problem.exact.assigned is not None or not problem.normalize:
-        return 0
-    if not isinstance(value, np.ndarray):
+def value_log(problem: Problem, *, whole: bool = False) -> Any:
+    """Return log2 of the units for a problem's values and the mean values in its state.
+
+    ``whole``, for gradients: as for :func:`unit_log`; numbers of torch and JAX get units too.
+    """
+    value, state, seen = problem.value, problem.state, problem.weights.key_mask
+    if problem.exact.assigned is not None:
         return 0
     lead = heads_of(problem)
-    log = unit_log(lead, value)
-    if state is None or (value.size and not np.any(log)):
-        return log
+    if state is None or not whole:
+        log = unit_log(lead, value, seen=seen, whole=whole)
+        if state is None or (0 not in value.shape and isinstance(log, int)):
+            return log
     with ignore_fp_warnings():
-        middle = state.kvz.shape[-2] // 2
-        few = _means(state.kvz[..., middle : middle + 1, :])
-        if value.size == 0 and not np.any(unit_log(lead, few)):
-            return 0
-        return unit_log(lead, value, _means(state.kvz))
+        if not whole and 0 in value.shape:
+            middle = state.kvz.shape[-2] // 2
+            few = _means(state.kvz[..., middle : middle + 1, :])
+            if isinstance(unit_log(lead, few), int):
+                return 0
+        return unit_log(lead, value, _means(state.kvz), seen=seen, whole=whole)
 
 
 def _means(kvz: Array) -> Array:
     """Return the mean value of each feature of a state: numerator over normalizer."""
-    z = kvz[..., -1:]
-    return kvz[..., :-1] / np.where(z == 0, 1, z)
+    xp, z = namespace(kvz), kvz[..., -1:]
+    return kvz[..., :-1] / xp.where(z == 0, xp.ones_like(z), z)
 
 
 def in_units(problem: Problem, log: Any) -> Problem:
     """Return a problem with its values, and the numerators of its state, divided by ``2^log``."""
-    if not np.any(log):
+    if isinstance(log, int):
         return problem
     state = problem.state
     if state is not None:
@@ -146,7 +199,7 @@ class TokenUnit(NamedTuple):
         with ignore_fp_warnings():
             value = value * self.into
             flat = value.reshape(-1)
-            if not flat.dot(flat) <= LARGE:
+            if not flat.dot(flat) <= MAX_SQUARES[8 * flat.itemsize]:
                 return Declined("a value needs another unit")
             output = stepper.step(query, key, value)
             return output if isinstance(output, Declined) else output * self.back
@@ -155,7 +208,7 @@ class TokenUnit(NamedTuple):
 def token_unit(problem: Problem) -> TokenUnit | None:
     """Return the unit of a stream by its first value and the state before it; None for 1."""
     log = value_log(problem)
-    if not np.any(log):
+    if isinstance(log, int):
         return None
     # The factors are normal numbers.
     info = np.finfo(problem.value.dtype)
@@ -181,7 +234,7 @@ def recurrence_in_units(problem: Recurrence) -> tuple[Recurrence, Any]:
     """Return a recurrence with values and initial state divided by units, and log2 of the units."""
     value, state = problem.value, problem.initial_state
     log = unit_log(recurrence_heads(problem), value, state)
-    if not np.any(log):
+    if isinstance(log, int):
         return problem, 0
     value, state = (times_power(x, -log) for x in (value, state))
     return replace(problem, value=value, initial_state=state), log
