@@ -66,8 +66,7 @@ def pull(
     # Gradients are linear in cotangents, and in values too but for values and numerators.
     logs = dict.fromkeys(found._fields, value + grad) | {"value": grad, "state": 0}
     scaled = {
-        name: units.times_power(x, logs[name], in_place=True)
-        for name, x in found._asdict().items()
+        name: units.times_power(x, logs[name], in_place=True) for name, x in found._asdict().items()
     }
     scaled["state"] = units.numerators_times(found.state, grad, value + grad)
     return Gradients(**scaled)

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 from linattn import _arrays, _dispatch, _generic
 from linattn._driver.blocks import (
@@ -69,17 +70,14 @@ def solve(
     # Checkpoints have the units of the pullback.
     log = units.value_log(problem, whole=checkpoints is not None)
     output, state, norm = _solve(units.in_units(problem, log), return_state, checkpoints)
-    if _overflows(problem, output, log):
+    if _overflowed(problem, output, log):
         return _solve(problem, return_state, checkpoints)
-    output = units.times_power(output, log, in_place=True)
-    return output, _in_ones(state, log), norm
+    return units.times_power(output, log, in_place=True), _in_ones(state, log), norm
 
 
-def _overflows(problem: Problem, output: Array, log: Any) -> bool:
-    """Whether numerators in units may have overflowed, of weights far above 1."""
-    if problem.normalize or isinstance(log, int):
-        return False
-    return not bool(problem.xp.all(problem.xp.isfinite(output)))
+def _overflowed(problem: Problem, output: Array, log: Any) -> bool:
+    """Whether numerators in units may have: those of weights far above 1 do so first."""
+    return not problem.normalize and bool(np.any(log) and not np.isfinite(output).all())
 
 
 def _in_ones(state: Any, log: Any) -> Any:
@@ -100,11 +98,16 @@ def _solve(
     return solved[:3]
 
 
-def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array | None, list[State]]:
+def solve_in_parts(
+    whole: Problem, length: int, log: Any = None
+) -> tuple[Array, State, Array | None, list[State]]:
     """Run a causal problem: output, last state, log normalizer, and intermediate states.
 
     There is a state after each ``length`` tokens; each part starts from the state before it.
+    ``log``: log2 of the units, or None for those of the values.
     """
+    log = units.value_log(whole) if log is None else log
+    problem = units.in_units(whole, log)
     if problem.mode != "causal" or problem.sees.cu_seqlens is not None:
         message = (
             f"return_states_every must be None unless causal, without a window, clusters, stops or "
@@ -112,8 +115,7 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
             f"state that the one before returned"
         )
         raise ValueError(message)
-    xp, num_tokens, log = problem.xp, problem.query.shape[-2], units.value_log(problem)
-    problem = units.in_units(problem, log)
+    xp, num_tokens = problem.xp, problem.query.shape[-2]
     state = initial_state(problem)
     parts, states = [], []
     # No tokens are one part too.
@@ -129,6 +131,8 @@ def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array |
     warn_of_signs(xp.concat(signs, axis=-1) if signs else None)
     norms = [part.log_normalizer for part in parts]
     norm = xp.concat(norms, axis=-1) if problem.want_log else None
+    if _overflowed(problem, output, log):
+        return solve_in_parts(whole, length, 0)
     output, state = units.times_power(output, log), _in_ones(state, log)
     return output, state, norm, [_in_ones(each, log) for each in states]
 

@@ -132,8 +132,8 @@ def by_feature(state: State) -> State:
         return state
     sizes = np.abs(kvz)
     size, normalizer = np.max(sizes, axis=-1), sizes[..., -1]
-    has_both = (np.max(sizes[..., :-1], axis=-1, initial=0) > 0, normalizer > 0)
-    if has_both[0].any() and has_both[1].any() and not np.any(has_both[0] & has_both[1]):
+    has_values = np.max(sizes[..., :-1], axis=-1, initial=0) > 0
+    if np.all(has_values != (normalizer > 0)) and has_values.any() and normalizer.any():
         # Of a separate denominator: each half would lose the size of the other.
         return state
     # Midway where values are large: neither numerators nor normalizers become small.

@@ -53,9 +53,7 @@ def is_moderate(value: Array) -> bool:
     return any(SMALL <= abs(float(value.item(i))) <= most for i in (0, -1))
 
 
-def unit_log(
-    lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: bool = False
-) -> Any:
+def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: bool = False) -> Any:
     """Return log2 of each head's unit, ``(*lead, 1, 1)``, or the number 0 for no units.
 
     In its unit, the largest absolute number of a head of small numbers is between 1/2 and 1, and
@@ -66,31 +64,24 @@ def unit_log(
     whether to look at all rows. If not, no head gets a unit if the middle row of the first array is
     neither small nor large in any.
     """
-    given = [x for x in arrays if x is not None and 0 not in x.shape]
-    is_numpy = isinstance(arrays[0], np.ndarray)
-    if not given or not (is_numpy or (whole and _is_torch_or_jax(arrays[0]))):
+    first, given = arrays[0], [x for x in arrays if x is not None and 0 not in x.shape]
+    xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
+    is_known = array_api_compat.is_torch_array(first) or array_api_compat.is_jax_array(first)
+    most = 2.0 ** LARGE[bits]
+    if not given or xp.finfo(first.dtype).max < most or not (is_numpy or (whole and is_known)):
         return 0
-    xp, dtype = namespace(arrays[0]), arrays[0].dtype
-    if float(xp.finfo(dtype).max) < 2.0**LARGE[16]:
-        return 0
-    most = LARGE[dtype_bits(dtype)]
-    if is_numpy and not whole:
+    if not whole:
         middle = given[0].shape[-2] // 2
         few = np.abs(given[0][..., middle, :]).max(axis=-1)
-        if seen is not None:
-            few = few * seen[..., middle, 0]
-        if SMALL <= few.min() and few.max() <= 2.0**most:
+        few = few if seen is None else np.where(seen[..., middle, 0], few, 0)
+        if few.min() >= SMALL and few.max() <= most:
             return 0
-    masks = [seen if x is arrays[0] else None for x in given]
-    tops = [_largest(x, mask, len(lead)) for x, mask in zip(given, masks, strict=True)]
+    tops = [_largest(x, seen if x is first else None, len(lead)) for x in given]
     top = tops[0] if len(tops) == 1 else xp.maximum(*tops)
     log = xp.frexp(top)[1]
-    log = xp.where(top < SMALL, log, xp.where(top > 2.0**most, log - most, xp.zeros_like(log)))
+    above = xp.where(top > most, log - LARGE[bits], xp.zeros_like(log))
+    log = xp.where(top < SMALL, log, above)
     return log[..., None, None] if not is_numpy or log.any() else 0
-
-
-def _is_torch_or_jax(x: Array) -> bool:
-    return array_api_compat.is_torch_array(x) or array_api_compat.is_jax_array(x)
 
 
 def _largest(x: Array, mask: Array, num_lead: int) -> Array:
@@ -108,18 +99,19 @@ def _largest(x: Array, mask: Array, num_lead: int) -> Array:
 def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
     """Return ``x 2^log`` by two multiplications, as ``2^log`` may overflow; None for None.
 
-    ``in_place``: an array of NumPy's is overwritten.
+    ``in_place``: ``x`` may be overwritten.
     """
     if x is None or isinstance(log, int):
         return x
     xp, half = namespace(x), log // 2
     ones = xp.ones_like(log, dtype=x.dtype)
     first, second = (xp.ldexp(ones, each) for each in (half, log - half))
-    if in_place and isinstance(x, np.ndarray):
-        x *= first
-    else:
-        x = x * first
-    x *= second
+    with ignore_fp_warnings():
+        if in_place:
+            x *= first
+        else:
+            x = x * first
+        x *= second
     return x
 
 
@@ -141,11 +133,11 @@ def numerators_times(kvz: Array, log: Any, of_normalizers: Any = 0) -> Array:
 
 def heads_of(problem: Problem) -> tuple[int, ...]:
     """Return the leading axes of units: ``problem.lead`` if all arrays have them, else ``()``."""
-    weights = problem.weights
+    weights, state = problem.weights, problem.state
     arrays = [problem.query, problem.key, problem.value, weights.key_bias, weights.log_decay]
     leads = [x.shape[:-2] for x in arrays if x is not None]
-    if problem.state is not None:
-        leads.append(problem.state.kvz.shape[:-2][-len(problem.lead) :] if problem.lead else ())
+    if state is not None:
+        leads.append(state.kvz.shape[:-2][-len(problem.lead) :] if problem.lead else ())
     return problem.lead if all(lead == problem.lead for lead in leads) else ()
 
 
@@ -157,17 +149,15 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
     value, state, seen = problem.value, problem.state, problem.weights.key_mask
     if problem.exact.assigned is not None:
         return 0
-    lead = heads_of(problem)
-    if state is None or not whole:
-        log = unit_log(lead, value, seen=seen, whole=whole)
-        if state is None or (0 not in value.shape and isinstance(log, int)):
-            return log
+    lead, is_empty = heads_of(problem), 0 in value.shape
+    log = unit_log(lead, value, seen=seen, whole=whole)
+    if state is None or not (whole or is_empty or np.any(log)):
+        return log
     with ignore_fp_warnings():
-        if not whole and 0 in value.shape:
-            middle = state.kvz.shape[-2] // 2
-            few = _means(state.kvz[..., middle : middle + 1, :])
-            if isinstance(unit_log(lead, few), int):
-                return 0
+        middle = state.kvz.shape[-2] // 2
+        few = _means(state.kvz[..., middle : middle + 1, :])
+        if is_empty and not whole and isinstance(unit_log(lead, few), int):
+            return 0
         return unit_log(lead, value, _means(state.kvz), seen=seen, whole=whole)
 
 
