@@ -253,8 +253,9 @@ def linear_attention(
     Notes
     -----
     Time O((L + S) m (d + e)), causal O(L m (d + e + c) + L c e) with blocks of c tokens. Extra
-    memory is O(c m + m e) for each head that runs in parallel, whatever the length. float16 and
-    bfloat16 are accumulated in float32.
+    memory is O(c m + m e) for each head that runs in parallel, whatever the length. Full attention
+    with a decay needs e + 2 numbers a row more, and stops four positions. Values far from 1 are
+    copied. float16 and bfloat16 are accumulated in float32.
 
     Stops cost as much as causal attention if keys and queries alternate one at a time, or in runs
     of 64 or more. Otherwise, as with a small `causal_block`, keys and queries are padded to common

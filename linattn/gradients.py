@@ -154,8 +154,8 @@ def linear_attention_vjp(
     Notes
     -----
     Time O((L + S) m (d + e)), 2 to 2.8 times the products of the forward pass. Extra memory is
-    O(c m + m e) for each head that runs in parallel, with blocks of c tokens. Full attention with a
-    decay, and windows, need three more numbers a row. Causal attention needs
+    O(c m + m e) for each head that runs in parallel, with blocks of c tokens. Windows need three
+    more numbers a row, and full attention with a decay e + 6. Causal attention needs
     at most 64 states a head: 32 checkpoints, and as many recomputed states while the pullback runs.
     Both numbers double beyond 1,024 blocks.
 

@@ -366,7 +366,8 @@ class Decoder:
     Checks run in full when the shapes or dtypes of a step differ from the step before. One object
     serves one stream: it is not meant to be shared by threads.
 
-    NumPy arrays: values below 2^-20 are divided by a power of two, and outputs multiplied by it.
+    NumPy arrays: values below 2^-20 or above 2^40 (float64: 2^400) are divided by a power of two,
+    and outputs multiplied by it.
     The first value and the state decide which, and later values after 1, 2, 4, 8, ... tokens.
     Products of subnormal numbers take a hundred times as long on some processors. They occur in
     the first 16 steps at most: until then sums may be too small to ignore tiny weights.

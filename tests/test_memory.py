@@ -80,3 +80,52 @@ def test_extra_memory_does_not_grow_with_length(attend):
 
     short, long = (2100, 4200) if attend.feature_map is None else (2000, 8000)
     assert extra(long) < 1.2 * extra(short) + 20_000
+
+
+def _of_rows():
+    """Calls on (q, k, v, v) that need some numbers for each row, and how many bytes of them."""
+    phi, stops = MAPS["elu"], lambda n: np.minimum(np.arange(n) // 100 * 100 + 100, n)
+
+    def pulled(query, key, value, grad, **options):
+        output, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
+        return output, *pullback(grad)
+
+    def solved(query, key, value, _, **options):
+        return (linattn.linear_attention(query, key, value, phi, **options),)
+
+    def small(call):
+        return lambda *x: call(*x[:2], *(np.float32(1e-30) * y for y in x[2:]))
+
+    return {
+        "decay": (lambda *x: solved(*x, log_decay=-0.01), 4 * (16 + 2)),
+        "decay pulled": (lambda *x: pulled(*x, log_decay=-0.01), 4 * (16 + 6)),
+        "stops": (lambda *x: solved(*x, key_stop=stops(len(x[0]))), 32),
+        # Beside the arguments that are small.
+        "small": (small(solved), 4 * 16 + 2 * 4 * 16),
+        "small pulled": (small(pulled), 2 * 4 * 16 + 2 * 4 * 16),
+    }
+
+
+@pytest.mark.parametrize("name", _of_rows())
+def test_memory_of_each_row(name):
+    """Beside arguments and results, as docs/gradients.md and the docstrings say."""
+    call, allowed = _of_rows()[name]
+
+    def extra(length):
+        arrays = np.random.default_rng(0).standard_normal((4, length, 16), dtype=np.float32)
+        with linattn.config(num_threads=1):
+            peaks = []
+            tracemalloc.start()
+            try:
+                for _ in range(2):
+                    tracemalloc.reset_peak()
+                    before = tracemalloc.get_traced_memory()[0]
+                    found = call(*arrays)
+                    used = tracemalloc.get_traced_memory()[1] - before
+                    peaks.append(used - sum(x.nbytes for x in found))
+                    del found
+                return min(peaks)
+            finally:
+                tracemalloc.stop()
+
+    assert (extra(8000) - extra(4000)) / 4000 <= 1.1 * allowed

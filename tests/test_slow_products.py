@@ -55,6 +55,8 @@ def linear(mode, phi, query, key, value, grad):
         options["log_decay"] = -np.abs(query[..., 0]) / 4 - query.dtype.type(strong)
     if "bias" in mode:
         options["key_bias"] = np.linspace(0, -40, LENGTH, dtype=query.dtype)
+    if "sum" in mode:
+        options["normalize"] = False
     if "packed" in mode:
         options["cu_seqlens"] = [0, 20, 50, LENGTH]
     if "window" in mode:
@@ -129,6 +131,7 @@ LINEAR = (
     *("full", "full chunk", "causal", "causal chunk", "full bias", "causal bias", "causal decay"),
     *("packed", "packed causal", "window", "window causal", "gradient", "gradient causal"),
     *("gradient causal decay", "gradient window", "causal strong decay"),
+    *("causal sum", "full sum chunk", "gradient sum", "gradient causal sum decay"),
 )
 SOFTMAX = (
     *("full", "causal", "local", "local causal", "narrow", "gradient", "gradient causal"),
@@ -144,6 +147,8 @@ def calls():
             if "decay" in mode and name == "softmax":
                 continue
             if "window" in mode and name not in ("positive", "hyperbolic"):
+                continue
+            if "sum" in mode and name not in ("positive", "elu", "trigonometric"):
                 continue
             yield f"{name} {mode}", lambda case, mode=mode, phi=phi: linear(mode, phi, *case[:4])
         yield f"{name} decoding", lambda case, phi=phi: decode(phi, *case[:3])
@@ -190,6 +195,24 @@ def test_some(name, backends):
         check(name, backends, rng.choice([4, 6, 8, 16]), 1, 1, case[3], "float32")
     else:
         check(name, backends, *case)
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "trigonometric"])
+@pytest.mark.parametrize("ending", ["", " sum"])
+@pytest.mark.parametrize("mode", ["full", "causal", "gradient", "gradient causal"])
+def test_sizes_run_the_same_functions(name, mode, ending):
+    """No block is declined, or done again, for the sizes of values and cotangents."""
+
+    def functions(size, grad):
+        query, key, value = tokens(1, size, "float32")
+        with linattn.explain() as report:
+            grads = tokens(1, grad, "float32", seed=1)[-1]
+            linear(mode + ending, MAPS[name], query, key, value, grads)
+        return str(report)
+
+    want = functions(1, 1)
+    for size, grad in ((1e-40, 1), (1e-30, 1), (1e20, 1), (1e30, 1e-20), (1, 1e30)):
+        assert functions(size, grad) == want, (size, grad)
 
 
 @pytest.mark.parametrize("name", ["positive gradient", "hyperbolic gradient"])

@@ -1,4 +1,4 @@
-"""Attention is linear in the values: what is right at 1 is right at 1e-25, whatever the keys.
+"""Attention is linear in the values: what is right at 1 is right at 1e-25 and at 1e30.
 
 Where early keys lie far below late ones, the weights of early rows are small on any scale that
 they share with late ones, and their products with small values leave the range of a float first.
@@ -9,16 +9,18 @@ they share with late ones, and their products with small values leave the range 
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
+from linattn.feature_maps import EluFeatures, RotatedFeatures
 from tests.attentions import assert_at_most, maps
 
 DIM, VALUE_DIM = 5, 3
@@ -174,3 +176,163 @@ def test_gradients(numpy_path, data, is_causal, name, dtype):
         error = np.abs(np.ldexp(x.astype(np.float64), -log2) - y).max(axis=(-2, -1))
         unit = np.maximum(max(1, np.abs(other).max()), np.abs(y).max(axis=(-2, -1)))
         assert_at_most(error, 4 * DTYPES[dtype][-1] * unit)
+
+
+# Values and cotangents of any size, small or large, one of each head ------------------------------
+
+ELU = EluFeatures()
+RANGE = {"float32": (-120, 100), "float64": (-1000, 900)}
+"""log2 of the sizes of values and of cotangents, and of their products but for 20 bits."""
+
+LINEAR = ("full", "causal", "decay", "packed", "masked", "chunks")
+MODES = [f"{mode}{ending}" for mode in LINEAR for ending in ("", ", not divided")]
+SOFTMAX = ("softmax", "softmax local")
+
+
+def dense(mode, query, key, value, cotangent, mask):
+    """Return the output and its pullback, float64, by the weights of all pairs."""
+    if mode in SOFTMAX:
+        weights = np.exp(query @ key.mT / np.sqrt(DIM))
+    else:
+        feature, slope = (lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))), {}
+        slope = {side: np.where(x > 0, 1, np.exp(np.minimum(x, 0))) for side, x in
+                 (("query", query), ("key", key))}  # fmt: skip
+        weights = feature(query) @ feature(key).mT
+    n = np.arange(query.shape[-2])
+    seen = np.ones((len(n), len(n)))
+    if mode.startswith(("causal", "decay", "chunks")):
+        seen = np.tril(seen)
+    if mode.startswith("decay"):
+        seen = seen * np.exp(-0.2 * np.maximum(n[:, None] - n, 0))
+    if mode.startswith("packed"):
+        seen = (n[:, None] < 11) == (n < 11)
+    if mode.startswith("softmax local"):
+        seen = np.abs(n[:, None] - n) <= 3
+    weights = weights * seen * mask[:, None, :]
+    is_divided = "not divided" not in mode
+    total = weights.sum(axis=-1, keepdims=True) if is_divided else np.ones_like(weights[..., :1])
+    output = weights @ value / total
+    by_weight = cotangent @ value.mT
+    if is_divided:
+        by_weight = by_weight - (cotangent * output).sum(axis=-1, keepdims=True)
+    by_weight = by_weight / total
+    of_value = (weights / total).mT @ cotangent
+    if mode in SOFTMAX:
+        by_logit = by_weight * weights / np.sqrt(DIM)
+        return output, by_logit @ key, by_logit.mT @ query, of_value
+    by_weight = by_weight * seen * mask[:, None, :]
+    of_query = by_weight @ feature(key) * slope["query"]
+    return output, of_query, by_weight.mT @ feature(query) * slope["key"], of_value
+
+
+def attend(mode, query, key, value, mask, like):
+    """Return the output and the pullback of a call."""
+    options = {}
+    if mode.startswith(("causal", "decay", "chunks")):
+        options["is_causal"] = True
+    if mode.startswith("decay"):
+        options["log_decay"] = -0.2
+    if mode.startswith("chunks"):
+        options["chunk_size"] = 5
+    if mode.startswith("packed"):
+        options["cu_seqlens"] = [0, 11, query.shape[-2]]
+    if mode.startswith("masked"):
+        options["key_mask"] = like(mask)
+    if mode.startswith("softmax"):
+        options |= {"local_window_size": 3} if "local" in mode else {}
+        return linattn.softmax_attention_vjp(query, key, value, **options)
+    options["normalize"] = "not divided" not in mode
+    return linattn.linear_attention_vjp(query, key, value, ELU, **options)
+
+
+def check_sizes(mode, dtype, of_value, of_cotangent, seed, like=lambda x: x, back=lambda x: x):
+    rng = np.random.default_rng(seed)
+    query, key = rng.standard_normal((2, 2, 21, DIM)).astype(dtype)
+    value, cotangent = rng.standard_normal((2, 2, 21, VALUE_DIM)).astype(dtype)
+    mask = np.ones((2, 21), bool)
+    if mode.startswith("masked"):
+        mask[:, [0, 10, 12]] = False
+    wide = (x.astype(np.float64) for x in (query, key, value, cotangent))
+    want = dense(mode, *wide, mask)
+    exponents = [np.reshape(x, (2, 1, 1)) for x in (of_value, of_cotangent)]
+    value, cotangent = np.ldexp(value, exponents[0]), np.ldexp(cotangent, exponents[1])
+    value = np.where(mask[..., None], value, 2.0 ** RANGE[dtype][1]).astype(dtype)
+    arrays = map(like, (query, key, value))
+    output, pullback = attend(mode, *arrays, mask, like)
+    both = sum(exponents)
+    sizes = exponents[0], both, both, exponents[1]
+    for x, y, size in zip((output, *pullback(like(cotangent))), want, sizes, strict=True):
+        error = np.abs(np.ldexp(back(x).astype(np.float64), -size) - y).max(axis=(-2, -1))
+        assert_at_most(error, DTYPES[dtype][-1] * np.abs(y).max(axis=(-2, -1)))
+
+
+@st.composite
+def two_sizes(draw, dtype):
+    """log2 of values and of cotangents, of each of two heads: their products are normal numbers."""
+    least, most = RANGE[dtype]
+    of_value = [draw(st.integers(least, most)) for _ in range(2)]
+    both = [draw(st.integers(least + 20, most)) for _ in range(2)]
+    return of_value, [min(max(y - x, least), most) for x, y in zip(of_value, both, strict=True)]
+
+
+def are_normal(dtype, sizes):
+    least, most = RANGE[dtype]
+    return all(least + 20 <= x + y <= most for x, y in zip(*sizes, strict=True))
+
+
+@every_dtype
+@pytest.mark.parametrize("mode", [*MODES, *SOFTMAX])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_values_and_cotangents_of_any_size(numpy_path, data, mode, dtype):
+    sizes = data.draw(two_sizes(dtype).filter(partial(are_normal, dtype)))
+    check_sizes(mode, dtype, *sizes, data.draw(st.integers(0, 2**32)))
+
+
+@pytest.mark.parametrize("mode", ["full", "causal, not divided"])
+@pytest.mark.parametrize("sizes", [(-60, -10), (90, -60), (-60, 90)])
+def test_sizes_in_every_library(xp, mode, sizes):
+    if xp.name == "cupy":
+        pytest.skip("cupy: its kernels check denominators alone, and arrays get no unit")
+    of_value, of_cotangent = ([x, x - 5] for x in sizes)
+    like, back = (lambda x: xp.array(x, str(x.dtype))), xp.numpy
+    check_sizes(mode, "float32", of_value, of_cotangent, 0, like, back)
+
+
+def test_weights_far_above_1_overflow_in_no_unit():
+    """Numerators of weights of e^100 and values of 1e-30 are in range, and not in units."""
+    query, key, value = (np.ones((30, n), np.float32) for n in (DIM, DIM, VALUE_DIM))
+    bias, value = np.full(30, 100, np.float32), value * np.float32(1e-30)
+    options = {"key_bias": bias, "normalize": False, "is_causal": True}
+    out = linattn.linear_attention(query, key, value, ELU, **options)
+    parts, _ = linattn.linear_attention(query, key, value, ELU, return_states_every=10, **options)
+    want = np.arange(1, 31)[:, None] * (4 * DIM * np.exp(100) * 1e-30)
+    np.testing.assert_allclose(out, np.broadcast_to(want, out.shape), rtol=1e-4)
+    np.testing.assert_allclose(parts, out, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [-120, -60, 60, 120])
+@pytest.mark.parametrize("inside", ["elu", "positive"])
+def test_a_separate_denominator(numpy_path, inside, size):
+    """Neither half of the features loses the size of the other, in any read of a state."""
+    phi, rng = RotatedFeatures(MAPS[inside] if inside == "positive" else EluFeatures(4)), 0
+    query, key, value = np.random.default_rng(rng).standard_normal((3, 2, 21, 4)).astype("f4")
+    small = np.ldexp(value, size)
+    for is_causal, normalize in itertools.product((False, True), repeat=2):
+        options = {"is_causal": is_causal, "normalize": normalize}
+        want = linattn.linear_attention(query, key, value, phi, **options)
+        out = linattn.linear_attention(query, key, small, phi, **options)
+        assert_at_most(np.abs(np.ldexp(out, -size) - want), 1e-4 * np.abs(want).max())
+    states = []
+    for values in (value, small):
+        state = linattn.init_state(phi, 4, batch_shape=(2,), like=key)
+        states.append(linattn.update_state(state, key, values, phi))
+    want, out = (linattn.read_state(query, state, phi) for state in states)
+    assert_at_most(np.abs(np.ldexp(out, -size) - want), 1e-4 * np.abs(want).max())
+    # A value of 1 after such a state, read by a step.
+    token = query[:, 0], key[:, 0]
+    want = linattn.decode_step(*token, np.ldexp(value[:, 0], -size), states[0], phi)[0]
+    out = linattn.decode_step(*token, value[:, 0], states[1], phi)[0]
+    if size > -120:
+        want, out = (np.ldexp(x, -max(size, 0)) for x in (np.ldexp(want, size), out))
+        assert_at_most(np.abs(out - want), 1e-4 * max(np.abs(want).max(), 2.0 ** min(size, 0)))

@@ -26,19 +26,31 @@ Cases = dict[str, tuple[Case, tuple[float, ...], str]]
 """Calls ``(query, key, value, number)``, the numbers that they take beside 1, and a dtype."""
 
 
-def _attention(query: Any, key: Any, value: Any, s: float, *, is_causal: bool) -> Any:
+def _attention(query: Any, key: Any, value: Any, s: float, **options: Any) -> Any:
     phi = PositiveFeatures(DIM, FEATURES, rng=0)
-    return linattn.linear_attention(query * s, key * s, value, phi, is_causal=is_causal)
+    return linattn.linear_attention(query * s, key * s, value, phi, **options)
 
 
-def _values(query: Any, key: Any, value: Any, s: float) -> Any:
-    return _attention(query, key, (value.astype(float) * s).astype(value.dtype), 1, is_causal=True)
+def _packed(query: Any, key: Any, value: Any, s: float) -> Any:
+    borders = list(range(0, query.shape[-2] + 1, query.shape[-2] // 8))
+    return _attention(query, key, value, s, is_causal=True, cu_seqlens=borders)
 
 
-def _cotangents(query: Any, key: Any, value: Any, s: float) -> Any:
-    phi = PositiveFeatures(DIM, FEATURES, rng=0)
-    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
-    return pullback(value * value.dtype.type(s))
+def _decay(query: Any, key: Any, value: Any, s: float) -> Any:
+    decay = -0.01 * s * np.abs(query[..., 0])
+    return _attention(query, key, value, 1, is_causal=True, log_decay=decay)
+
+
+def _values(query: Any, key: Any, value: Any, s: float, **options: Any) -> Any:
+    value = (value.astype(float) * s).astype(value.dtype)
+    return _attention(query, key, value, 1, is_causal=True, **options)
+
+
+def _gradients(query: Any, key: Any, value: Any, s: float, *, of_values: bool) -> Any:
+    phi, scaled = PositiveFeatures(DIM, FEATURES, rng=0), value * value.dtype.type(s)
+    values, grad = (scaled, value) if of_values else (value, scaled)
+    _, pullback = linattn.linear_attention_vjp(query, key, values, phi, is_causal=True)
+    return pullback(grad)
 
 
 def _narrow(query: Any, key: Any, value: Any, bandwidth: float) -> Any:
@@ -51,8 +63,12 @@ def _cases() -> Iterator[tuple[str, Any]]:
     for mode, is_causal in (("full", False), ("causal", True)):
         attend = partial(_attention, is_causal=is_causal)
         yield f"queries and keys, {mode}", (attend, SCALES, "float32")
+    yield "queries and keys, packed, causal", (_packed, (4,), "float32")
+    yield "decay of .01, causal", (_decay, (300,), "float32")
     yield "values, causal", (_values, SMALL, "float32")
-    yield "cotangents, causal", (_cotangents, (1e-25,), "float32")
+    yield "values, causal, not divided", (partial(_values, normalize=False), SMALL, "float32")
+    yield "values, causal gradient", (partial(_gradients, of_values=True), (1e20, 1e30), "float32")
+    yield "cotangents, causal gradient", (partial(_gradients, of_values=False), (1e-25,), "float32")
     for dtype in ("float32", "float64"):
         yield f"bandwidth, softmax, {dtype}", (_narrow, (BANDWIDTH,), dtype)
 
