@@ -128,4 +128,4 @@ def test_memory_of_each_row(name):
             finally:
                 tracemalloc.stop()
 
-    assert (extra(8000) - extra(4000)) / 4000 <= 1.1 * allowed
+    assert (extra(32000) - extra(16000)) / 16000 <= 1.1 * allowed
