@@ -79,8 +79,7 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     tops = [_largest(x, seen if x is first else None, len(lead)) for x in given]
     top = tops[0] if len(tops) == 1 else xp.maximum(*tops)
     log = xp.frexp(top)[1]
-    above = xp.where(top > most, log - LARGE[bits], xp.zeros_like(log))
-    log = xp.where(top < SMALL, log, above)
+    log = xp.where(top < SMALL, log, xp.where(top > most, log - LARGE[bits], 0 * log))
     return log[..., None, None] if not is_numpy or log.any() else 0
 
 
@@ -154,8 +153,7 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
     if state is None or not (whole or is_empty or np.any(log)):
         return log
     with ignore_fp_warnings():
-        middle = state.kvz.shape[-2] // 2
-        few = _means(state.kvz[..., middle : middle + 1, :])
+        few = _means(state.kvz[..., state.kvz.shape[-2] // 2, None, :])
         if is_empty and not whole and isinstance(unit_log(lead, few), int):
             return 0
         return unit_log(lead, value, _means(state.kvz), seen=seen, whole=whole)
