@@ -61,14 +61,14 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     see, must not cost them their digits.
 
     ``seen``, ``(..., S, 1)``: rows of the first array that are not masked, or None. ``whole``:
-    whether to look at all rows. If not, no head gets a unit if the middle row of the first array is
+    whether to inspect all rows. If not, no head gets a unit if the middle row of the first array is
     neither small nor large in any.
     """
     first, given = arrays[0], [x for x in arrays if x is not None and 0 not in x.shape]
     xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
-    is_known = array_api_compat.is_torch_array(first) or array_api_compat.is_jax_array(first)
+    is_supported = array_api_compat.is_torch_array(first) or array_api_compat.is_jax_array(first)
     most = 2.0 ** LARGE[bits]
-    if not given or xp.finfo(first.dtype).max < most or not (is_numpy or (whole and is_known)):
+    if not given or xp.finfo(first.dtype).max < most or not (is_numpy or (whole and is_supported)):
         return 0
     if not whole:
         middle = given[0].shape[-2] // 2
