@@ -290,9 +290,7 @@ def seen_pairs(scene: Scene) -> Array:
         seen = seen & (j < scene.stops[..., None])
     if scene.local is not None:
         left, right = scene.local
-        # A window that ends at the query makes it causal, sinks too.
-        sinks = (j < scene.sinks) & ((right > 0) | (j <= i))
-        seen = seen & (((i - left <= j) & (j <= i + right)) | sinks)
+        seen = seen & (((i - left <= j) & (j <= i + right)) | (j < scene.sinks))
     if scene.mask is not None:
         seen = seen & scene.mask[..., None, :]
     return seen
@@ -343,13 +341,12 @@ def chosen_pairs(scene: Scene, log_g: Array) -> tuple[Array, float]:
     """Pairs whose key is in a cluster that the query has chosen, and how close the choice was.
 
     A query chooses by ``s q.b_c + log mean g_j + log(mean |k_j - b_c|^2) / 2``, means over the
-    keys of a cluster that are in no mask and are no sinks.
+    keys of a cluster that are in no mask.
     """
     phi, count = scene.feature_map, min(scene.clusters or 0, scene.feature_map.num_features)
     apart = _distances(phi, scene.key)
     member = apart.argmin(axis=-1)[..., None] == np.arange(phi.landmarks.shape[-2])
     counts = member if scene.mask is None else member & scene.mask[..., None]
-    counts = counts & (np.arange(scene.key.shape[-2]) >= scene.sinks)[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         number = counts.sum(axis=-2, keepdims=True)
         log_mean = log_sum(np.where(counts, real(log_g), -np.inf), -2) - np.log(number)

@@ -27,6 +27,28 @@ def moved(arrays, number, options, phi):
     return direction, dense_oracle.evaluate(q, k, v, phi, **options).output.imag * 1e30
 
 
+def agrees(query, key, value, phi, options):
+    """Check the output and, where there are some, gradients against the dense formula."""
+    arrays, maps = (query, key, value), [] if phi is None else [phi]
+    function = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
+    if phi is not None:
+        out = linattn.linear_attention(*arrays, phi, **options)
+        want = dense_oracle.evaluate(*arrays, phi, **options).output
+        np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-12)
+    try:
+        out, pullback = function(*arrays, *maps, **options)
+    except NotImplementedError:
+        assert "key_stop" in options or "prefix_length" in options or "causal_block" in options
+        return
+    want = dense_oracle.evaluate(*arrays, phi, **options).output
+    np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-12)
+    cotangent = np.random.default_rng(8).standard_normal(out.shape)
+    for number, gradient in enumerate(pullback(cotangent)):
+        direction, change = moved(arrays, number, options, phi)
+        want = np.vdot(cotangent, change)
+        np.testing.assert_allclose(np.vdot(gradient, direction), want, rtol=1e-9, atol=1e-11)
+
+
 @full_and_causal
 @pytest.mark.parametrize(("phi", "options"), [(None, LOCAL), (PHI, WINDOW)])
 def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
@@ -42,16 +64,45 @@ def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
 @full_and_causal
 @pytest.mark.parametrize(("phi", "options"), [(None, LOCAL), (PHI, WINDOW)])
 def test_gradients_through_sinks(is_causal, phi, options):
-    arrays = tokens(40)
-    options = options | {"is_causal": is_causal}
-    maps = [] if phi is None else [phi]
-    function = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
-    out, pullback = function(*arrays, *maps, **options)
-    cotangent = np.random.default_rng(8).standard_normal(out.shape)
-    for number, gradient in enumerate(pullback(cotangent)):
-        direction, change = moved(arrays, number, options, phi)
-        want = np.vdot(cotangent, change)
-        np.testing.assert_allclose(np.vdot(gradient, direction), want, rtol=1e-10)
+    agrees(*tokens(40), phi, options | {"is_causal": is_causal})
+
+
+@pytest.mark.parametrize(("length", "num_keys"), [(1, 9), (5, 70), (9, 4)])
+@pytest.mark.parametrize(
+    ("phi", "options"),
+    [(None, {"local_window_size": 1, "sinks": 2}), (PHI, {"exact_window": 2, "sinks": 3})],
+)
+def test_gradients_of_sinks_far_before_the_queries(length, num_keys, phi, options):
+    options = options | {"is_causal": "lower_right"}
+    agrees(tokens(length)[0], *tokens(num_keys)[1:], phi, options)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "lower_right": {"is_causal": "lower_right"},
+    "stops": {"key_stop": np.minimum(np.arange(24) + 3, 20)},
+    "causal stops": {"key_stop": np.arange(1, 25)},
+    "stops at the end": {"key_stop": np.full(24, 24)},
+    "prefix": {"prefix_length": 9},
+    "blocks": {"causal_block": 5},
+    "packed": {"cu_seqlens": [0, 2, 4, 24]},
+    "packed, causal": {"cu_seqlens": [0, 2, 4, 24], "is_causal": True},
+    "lengths": {"key_lengths": 20},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("window", [(2, 0), 0, (None, 0), (0, 1), (1, None)])
+def test_sinks_are_seen_on_either_side_of_a_window(rule, window):
+    """As the docstring says: by all queries, but for those whose stop or place comes before."""
+    options = {"local_window_size": window, "sinks": 6, **RULES[rule]}
+    agrees(*tokens(24), None, options)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sinks_beside_an_exact_window_under_every_rule(rule):
+    agrees(*tokens(24), PHI, {"exact_window": 2, "sinks": 6, **RULES[rule]})
 
 
 def test_each_packed_sequence_has_sinks_of_its_own():

@@ -269,8 +269,8 @@ def _check_stops(stops: Integers, length: int, num_keys: int) -> None:
         raise ValueError(message)
 
 
-def with_local_window(size: Any, query: Array, key: Array, sees: Visible) -> Visible:
-    """Check how many keys a query sees to its left and right."""
+def with_local_window(size: Any, query: Array, key: Array, sees: Visible, sinks: int) -> Visible:
+    """Check how many keys a query sees to its left and right, beside sinks."""
     if size is None:
         return sees
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
@@ -287,7 +287,9 @@ def with_local_window(size: Any, query: Array, key: Array, sees: Visible) -> Vis
     )
     if left == most and (sees.is_causal or right == most) and not sees.query_start:
         return sees
-    return sees._replace(left=left, right=0 if sees.is_causal else right)
+    if sees.is_causal:
+        return sees._replace(left=left, right=0)
+    return sees._replace(left=left, right=right, sinks_ahead=sinks > 0)
 
 
 def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None:

@@ -125,7 +125,8 @@ def rows_of_keys(problem: Problem, keys: slice) -> slice:
     """Return the queries from the first to the last one that see any of some consecutive keys."""
     (left, right), length, start = band(problem), problem.query.shape[-2], problem.sees.query_start
     if keys.start < problem.exact.sinks:
-        left, right = length + keys.stop, length + keys.stop if problem.sees.ahead else 0
+        left = length + keys.stop + abs(start)
+        right = left if problem.sees.ahead else 0
     first = max(keys.start - right - start, 0)
     if problem.sees.key_stop is not None:
         first = max(first, int(np.searchsorted(problem.sees.key_stop, keys.start, side="right")))

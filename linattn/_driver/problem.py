@@ -413,8 +413,8 @@ def exact_problem(
     weights = weights_of(xp, arrays, dtype, given, sees)
     state_lead, lead = _leading_axes(arrays)
     check_stop_axes(sees.key_stop, state_lead)
-    sees = with_local_window(given.local_window_size, query, key, sees)
     sinks = check_sinks(given.sinks, local_window_size=given.local_window_size)
+    sees = with_local_window(given.local_window_size, query, key, sees, sinks)
     bias = check_relative_bias(given, query, lead, dtype)
     if bias is not None:
         check_one_sequence("window_bias", sees, query, key)

@@ -82,6 +82,8 @@ class Visible(NamedTuple):
         problems of their own.
     option : str
         The caller's option by which queries do not see all keys; "" where they do.
+    sinks_ahead : bool
+        Whether a query whose window ends at its own place sees the sinks after it.
 
     Examples
     --------
@@ -96,16 +98,17 @@ class Visible(NamedTuple):
     query_start: int = 0
     cu_seqlens: Any = None
     option: str = ""
+    sinks_ahead: bool = False
 
     @property
     def is_causal(self) -> bool:
         """Whether query i sees no key after its own place."""
-        return self.right == 0
+        return not self.ahead
 
     @property
     def ahead(self) -> bool:
         """Whether query i sees keys after its own place."""
-        return self.right != 0
+        return self.right != 0 or self.sinks_ahead
 
     @property
     def local_window(self) -> tuple[int, int] | None:
