@@ -271,11 +271,11 @@ def linear_attention(
 
     A cluster holds the keys of one landmark b. Query i chooses the c landmarks with the largest
     ``s q_i.b + log mean_j g_j + log(mean_j |k_j - b|^2) / 2``, with means over the unmasked keys of
-    the cluster. To first order, the weights of these keys have the largest errors. `key_bias` does
-    not influence the choice. The chosen keys and the other landmarks share one numerator and one
-    denominator. All weights stay positive, and with c = m attention is exact. Clusters of equal
-    size add O(L c S / m (d + e)) time. A sorted copy of keys and values takes O(S (d + e)) memory.
-    No gradient passes through the choice.
+    the cluster, sinks included, and distances in the metric of the map. To first order, the weights
+    of these keys have the largest errors. `key_bias` does not influence the choice. The chosen keys
+    and the other landmarks share one numerator and one denominator. All weights stay positive, and
+    with c = m attention is exact. Clusters of equal size add O(L c S / m (d + e)) time. A sorted
+    copy of keys and values takes O(S (d + e)) memory. No gradient passes through the choice.
 
     Random maps estimate the kernel without bias, but the ratio of two estimates has a bias of
     O(1 / m). Its error grows like ``exp(|q + k|^2) / m``: measure the error on your own queries and
@@ -430,9 +430,9 @@ def softmax_attention(
         Query i is at position i, with "lower_right" at i + S - L. Full and causal attention need
         L = S. Default: no window.
     sinks : int, optional
-        How many leading keys of each sequence are seen outside of the window too, as in
-        StreamingLLM. Causal queries and queries with stops still see no key at or after their stop.
-        Needs `local_window_size`. Default: none.
+        How many leading keys of each sequence are seen outside of the window too, on either side,
+        as in StreamingLLM. Causal queries and queries with stops still see no key at or after their
+        stop. Needs `local_window_size`. Default: none.
     window_bias : floating array, (..., 2 r + 1), optional
         c for offsets j - i from -r to r, added to the logits. Leading axes (heads) broadcast to
         the ones of the output. -inf leaves a pair out. Positions as for a window. Default: no bias.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn.feature_maps import LandmarkFeatures, PositiveFeatures, Reparametrized
 from linattn.reference import clustered_attention
+from tests import dense_oracle
 
 D, E = 4, 3
 
@@ -250,6 +252,49 @@ def test_logits_of_any_size(size, backend):
     want = clustered_attention(*doubles, phi, exact_clusters=3)
     # Logits of 1e4 are known to 1e-3 in float32.
     assert_allclose(out, want, rtol=0, atol=2e-2 if size > 100 else 2e-4)
+
+
+@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [("float16", -60), ("float32", -60), ("float32", 300), ("float64", -700)],
+)
+@pytest.mark.parametrize("window", [None, 1, 16])
+def test_one_number_added_to_all_logits_changes_no_output(window, dtype, offset, backend):
+    """Where no key is left to the map, nothing else sets the scale of the chosen ones."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 40, n)) for n in (D, D, E))
+    size = abs(2 * offset) ** 0.5
+    q[..., 0], k[..., 0] = size, size * np.sign(offset)
+    q, k, v = (x.astype(dtype).astype(float) for x in (q, k, v))
+    phi, mask = fit(q, k, m=8), np.ones(40, bool)
+    mask[17:] = False
+    for c in (1, 3, 8):
+        options = {"key_mask": mask, "exact_window": window}
+        want = dense_oracle.evaluate(q, k, v, phi, exact_clusters=c, **options)
+        arrays = [x.astype(dtype) for x in (q, k, v)]
+        with linattn.config() if backend else linattn.without_backends():
+            out, log = attend(*arrays, phi, c, **options, return_log_normalizer=True)
+        bound = {"float64": 1e-9, "float32": 2e-3, "float16": 2e-3}[dtype]
+        assert_allclose(out, want.output, rtol=bound, atol=bound)
+        assert_allclose(log, want.log_normalizer, rtol=bound)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sinks_take_part_in_the_choice(seed):
+    """The means of a cluster are those of its unmasked keys, as the docstring says."""
+    rng = np.random.default_rng(seed)
+    q, k, v = inputs(seed=seed, queries=40, keys=40)
+    k[:, :7] += 2 * rng.standard_normal((2, 7, D))
+    phi, window = fit(q, k, m=8), int(rng.choice([1, 4]))
+    options: dict[str, Any] = {"sinks": 7, "exact_window": window}
+    if seed % 2:
+        options |= {"key_bias": rng.standard_normal(40), "key_mask": rng.random(40) < 0.8}
+    out, state = attend(q, k, v, phi, 2, **options, return_state=True)
+    want = dense_oracle.evaluate(q, k, v, phi, exact_clusters=2, **options)
+    assert_allclose(out, want.output, rtol=0, atol=1e-11)
+    sums, wanted = (s.kvz * np.exp(s.log_scale)[..., None] for s in (state, want.memory))
+    assert_allclose(sums, wanted, rtol=1e-10)
 
 
 @pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])

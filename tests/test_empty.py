@@ -48,6 +48,7 @@ MAPS: dict[str, Any] = {
 
 # Queries and keys: their numbers, and their leading axes.
 LENGTHS = [(5, 5), (0, 4), (4, 0)]
+WINDOWS = [(1, 0), (2, 0), (2, 1)]
 NO_HEADS = [((0, 3), (0, 3)), ((2, 0), (2, 0)), ((0,), (1,)), ((0, 2), (2,)), ((1, 1), (0, 1))]
 
 
@@ -74,14 +75,17 @@ def test_linear_attention_without_heads(xp_any_shape, name, leads):
         same = lengths[0] == lengths[1]
         for is_causal in (False, True) if same and phi.causal else (False,):
             window = phi.softmax_kernel and same and name != "corrected"
-            for exact_window in (None, 2) if window else (None,):
+            exact = [{}, *({"exact_window": w, "sinks": s} for w, s in WINDOWS if window)]
+            if name == "landmarks" and xp.name not in {"dask", "jax"}:
+                exact += [options | {"exact_clusters": 1} for options in exact]
+            for options in exact:
                 output, state, norm = linattn.linear_attention(
                     query,
                     key,
                     value,
                     phi,
                     is_causal=is_causal,
-                    exact_window=exact_window,
+                    **options,
                     return_state=True,
                     return_log_normalizer=True,
                 )
@@ -244,6 +248,29 @@ def test_no_queries_or_no_batch(xp, attend, empty):
     options = {"is_causal": False} if empty == "queries" else {}
     out = attend(query, key, value, **options)
     xp.assert_like(out, value, shape=(*query.shape[:-1], VALUE_DIM))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"exact_clusters": 1},
+        {"key_stop": np.zeros(0, int)},
+        {"is_causal": "lower_right"},
+        {"is_causal": "lower_right", "exact_window": 1, "sinks": 2},
+        {"is_causal": "lower_right", "exact_window": 3},
+        {"key_stop": np.zeros(0, int), "exact_window": 3, "sinks": 2},
+    ],
+    ids=str,
+)
+def test_no_queries_leave_the_state_of_all_keys(options):
+    phi = MAPS["landmarks" if "exact_clusters" in options else "positive"]
+    query, key, value = (x.astype(float) for x in tokens())
+    wanted = linattn.linear_attention(query, key, value, phi, return_state=True)[1]
+    _, state = linattn.linear_attention(query[:, :0], key, value, phi, return_state=True, **options)
+    sums, wanted_sums = (s.kvz * np.exp(s.log_scale)[..., None] for s in (state, wanted))
+    np.testing.assert_allclose(sums, wanted_sums, rtol=1e-12)
+    assert state.length == LENGTH
 
 
 @every_map

@@ -107,14 +107,22 @@ def clusters_block(
     """Add keys of the clusters that queries of one head have chosen to a partial of the queries."""
     if clusters.key.log_weight is not None:
         return Declined("keys have log weights")
+    if not len(clusters.positions):
+        return part
     # The log denominator so far as one more coordinate: weights relative to it are in range.
-    seen = part.num_den[..., -1:]
+    seen, x = part.num_den[..., -1:], query.x * spec.scale
     log = part.log + np.log(np.where(seen > 0, seen, 1))
-    log = np.where(log > -np.inf, log, log.dtype.type(0))
-    x = np.concatenate([query.x * spec.scale, -log], axis=-1)
+    if not (seen > 0).all():
+        # A row that has seen nothing is relative to the first key that it adds.
+        has_keys = chosen & (np.diff(clusters.bounds) > 0)
+        first = clusters.bounds[has_keys.argmax(axis=-1)]
+        first_key = clusters.key.x.take(first, axis=0, mode="clip")
+        alone = np.where(has_keys.any(axis=-1), np.vecdot(x, first_key), -np.inf)
+        log = np.where(seen > 0, log, alone[:, None])
+    x = np.concatenate([x, -limits.finite_shift(log)], axis=-1)
     key = np.concatenate([clusters.key.x, np.ones_like(clusters.key.x[..., :1])], axis=-1)
     key, values_and_one = np.ascontiguousarray(key.T), clusters.values_and_one
-    num_den = part.num_den * np.exp(part.log - log)
+    num_den = part.num_den * np.exp(part.log - limits.finite_shift(log))
     # A row as one element: numbers one by one take three times as long to scatter.
     row = np.dtype((np.void, num_den.shape[-1] * num_den.itemsize))
     rows = num_den.view(row)[:, 0]

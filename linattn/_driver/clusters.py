@@ -19,6 +19,7 @@ from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
     add_block,
     block_slices,
+    change_keys,
     flat_rows,
     in_map_coordinates,
     raw_tokens,
@@ -32,7 +33,7 @@ from linattn._driver.pairs import Read, no_keys_seen
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens
 
-__all__ = ["AssignedKeys", "ChosenKeys", "ExactClusters", "sort_keys"]
+__all__ = ["AssignedKeys", "ChosenKeys", "ExactClusters", "choosing_by_sinks", "sort_keys"]
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,10 @@ class ChosenKeys(NamedTuple):
             if log is not None:
                 rest = Partial(rest.num_den, rest.log + log)
             so_far = _generic.combine(so_far, rest)
-        n = self.query.x.shape[-2]
-        chosen = chosen.reshape(*chosen.shape[:-3], -1, chosen.shape[-1])[..., :n, :]
+        n, (total, size) = self.query.x.shape[-2], query.x.shape[-3:-1]
+        lead, m = chosen.shape[:-3], chosen.shape[-1]
+        chosen = chosen.reshape(*lead, total * size, m)[..., :n, :]
         part = self.clusters.add(self.query, chosen, flat_rows(so_far, n))
-        total, size = query.x.shape[-3:-1]
         return Partial(*(split(pad(x, total * size), size) for x in part[:2]))
 
 
@@ -186,10 +187,58 @@ def sort_keys(
     return ExactClusters(problem, functions, assigned, heads), assigned.state
 
 
+def choosing_by_sinks(
+    problem: Problem, masked: Problem, state: State, block_size: int, functions: BlockFunctions
+) -> Problem:
+    """Return ``masked``, a problem without its sinks; these influence the choice of clusters.
+
+    ``state``: an empty state of the problem.
+    """
+    args = state, block_size, functions
+    sinks = change_keys(
+        problem, lambda rows: rows[..., : min(problem.exact.sinks, rows.shape[-2]), :]
+    )
+    assigned = _assign_keys(masked, *args, _columns_of_keys(sinks, *args))
+    return masked.replace(exact=masked.exact._replace(assigned=assigned))
+
+
 def _assign_keys(
-    problem: Problem, state: State, block_size: int, functions: BlockFunctions
+    problem: Problem,
+    state: State,
+    block_size: int,
+    functions: BlockFunctions,
+    others: _Columns | None = None,
 ) -> AssignedKeys:
-    lead, m, device = problem.state_lead, problem.num_features, array_api_compat.device(problem.key)
+    """Assign the keys; ``others``: keys of no cluster that influence the choice of clusters."""
+    own, m = _columns_of_keys(problem, state, block_size, functions), problem.num_features
+    of_key, distance, unbiased = own[:3]
+    if others is not None:
+        of_key, distance = (
+            np.concatenate(x, axis=-1) for x in zip(own[:2], others[:2], strict=True)
+        )
+        unbiased = _generic.merge(unbiased, others.unbiased)
+    log_sums = _arrays.to_numpy(problem.xp.log(unbiased.kvz[..., -1]) + unbiased.log_scale)
+    bias = _bias(of_key, distance, np.broadcast_to(log_sums, (*problem.state_lead, m)))
+    device = array_api_compat.device(problem.key)
+    return AssignedKeys(
+        own.of_key, _arrays.device_array(bias, problem.xp, problem.dtype, device), own.state
+    )
+
+
+class _Columns(NamedTuple):
+    """Column of each key, m of a masked one, its squared distance, and sums of the keys."""
+
+    of_key: NDArray[np.intp]
+    distance: NDArray[Any]
+    unbiased: State
+    """Without the bias of keys."""
+    state: State
+
+
+def _columns_of_keys(
+    problem: Problem, state: State, block_size: int, functions: BlockFunctions
+) -> _Columns:
+    lead, m = problem.state_lead, problem.num_features
     # A bias of keys changes no choice, unless it masks a key.
     alike = problem.replace(weights=problem.weights._replace(key_bias=None))
     indices, distances, unbiased = [np.zeros((*lead, 0), np.intp)], [np.zeros((*lead, 0))], state
@@ -206,11 +255,9 @@ def _assign_keys(
             index = np.where(masked, m, index)
         indices.append(np.broadcast_to(index, (*lead, index.shape[-1])))
         distances.append(np.broadcast_to(distance, (*lead, distance.shape[-1])))
-    index = np.concatenate(indices, axis=-1)
-    log_sums = _arrays.to_numpy(problem.xp.log(unbiased.kvz[..., -1]) + unbiased.log_scale)
-    bias = _bias(index, np.concatenate(distances, axis=-1), np.broadcast_to(log_sums, (*lead, m)))
-    bias = _arrays.device_array(bias, problem.xp, problem.dtype, device)
-    return AssignedKeys(index, bias, unbiased if problem.weights.key_bias is None else state)
+    biased = unbiased if problem.weights.key_bias is None else state
+    joined = np.concatenate(indices, axis=-1), np.concatenate(distances, axis=-1)
+    return _Columns(*joined, unbiased, biased)
 
 
 def _bias(

@@ -32,7 +32,7 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.causal_blocks import RowsSoFar, causal_block, rows_from_the_end
-from linattn._driver.clusters import sort_keys
+from linattn._driver.clusters import choosing_by_sinks, sort_keys
 from linattn._driver.near_keys import (
     Cancelled,
     Exchange,
@@ -312,6 +312,9 @@ def _with_sinks(walk: Walk) -> Iterator[State | None]:
         walk.write(rows, sinks.add(rows, part))
 
     masked = without_sinks(walk.problem)
+    if masked.exact.clusters is not None:
+        args = initial_state(masked), walk.block_size, walk.functions
+        masked = choosing_by_sinks(walk.problem, masked, *args)
     inner = walk._replace(problem=masked, write=write, write_read=None, store=None)
     for state in WALKS[masked.mode](inner):
         yield state
@@ -338,6 +341,7 @@ def _walk_clusters(walk: Walk, exchange: Exchange | None = None) -> Iterator[Sta
     """Read the chosen clusters of keys exactly and all other keys by the map."""
     problem = walk.problem
     clusters, state = sort_keys(problem, initial_state(problem), walk.block_size, walk.functions)
+    yield state
     for rows in block_slices(problem.query.shape[-2], walk.block_size):
         query = raw_tokens(problem, "query", rows, 0)
         chosen, rest = clusters.choose(problem, query, state, clusters.assigned.bias)
