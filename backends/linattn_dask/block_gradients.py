@@ -62,7 +62,7 @@ def pull_keys(block: Block) -> BlockGradients:
         state = State(xp.zeros_like(adjoint.kvz), nothing, block.start)
     else:
         # Decays act on what was there before, too: a scan, whose queries have cotangents of 0.
-        query, state = key, block.state()
+        query, state = xp.zeros_like(key), block.state()
         options["is_causal"] = True
     problem = differentiable_problem(
         query, key, value, block["feature_map"], initial_state=state, **options

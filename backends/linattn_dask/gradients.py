@@ -96,17 +96,18 @@ class _Pullback:
         """Make the gradients of each block along an axis."""
         chunks = self._chunks(axis)
         parts |= self.layout.parts("feature_map") | self.layout.starts(chunks, axis)
-        meta = np.empty((0,) * (len(lead) + 1), dtype=object)
-        axes = {axis: ones(chunks)}
+        meta = np.empty((0,) * (len(lead) + 2), dtype=object)
+        # The last axis, which stands for axes that are summed over, must have one chunk.
+        axes = {axis: ones(chunks), "gradients": (1,)}
         blocks = self.layout.blockwise(function, axes, [*map(ones, lead)], parts, meta=meta)
-        return _Pulled(Part(blocks, (axis,)), lead)
+        return _Pulled(Part(blocks, (axis, "gradients")), lead)
 
     def gradient(self, name: str, *pulled: _Pulled) -> Array:
         """Gradient by an array of the problem: of one kind of blocks, or the sum of several."""
         if any(each.lead != pulled[0].lead for each in pulled):
             first, *more = (self.gradient(name, each) for each in pulled)
             return sum(more, start=first)
-        lead, (axis,) = pulled[0].lead, pulled[0].blocks.axes
+        lead, (axis, _) = pulled[0].lead, pulled[0].blocks.axes
         array, argument_axes = self.layout.part(name)
         *shape, _, width = array.shape
         chunks = self._chunks("rows" if name == "query" else axis)
@@ -125,7 +126,7 @@ class _Pullback:
 
     def adjoints(self, pulled: _Pulled) -> Array:
         """Adjoint of the state before each block, ``(..., blocks, m, packed)``."""
-        layout, (axis,) = self.layout, pulled.blocks.axes
+        layout, (axis, _) = self.layout, pulled.blocks.axes
         shape = [sum(chunks) for chunks in layout.state_lead]
         lead = with_ones(pulled.lead, shape)
         axes = {axis: ones(self._chunks(axis)), **state_axes(layout)}

@@ -187,7 +187,8 @@ class Layout:
         before = 0 if self.problem.state is None else self.problem.state.length
         if sum(chunks):
             # A map that has no features there says so now, not in a task.
-            last_row = np.zeros((1, self.problem.key.shape[-1]), dtype=np.float32)
+            shape = (*(1,) * (self.problem.key.ndim - 1), self.problem.key.shape[-1])
+            last_row = np.zeros(shape, dtype=np.float32)
             innermost(self.problem.key_spec).fn(Tokens(last_row, None, before + sum(chunks) - 1))
         starts = before + np.cumsum([0, *chunks[:-1]])
         return {"start": Part(da.from_array(starts, chunks=1), (axis,))}

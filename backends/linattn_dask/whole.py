@@ -33,7 +33,7 @@ def attention(problem: Problem) -> Result | Declined:
     if problem.exact.sinks:
         return short("sinks", problem)
     if mode == "window" and not problem.key.shape[-2]:
-        mode = "causal" if problem.sees.is_causal else "full"
+        mode = "full"
     of_offsets = problem.sees.local_window is not None or problem.weights.relative_bias is not None
     decays_to_both_sides = problem.weights.log_decay is not None and not problem.sees.is_causal
     unsupported = {
