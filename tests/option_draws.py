@@ -16,6 +16,18 @@ __all__ = ["Case", "draw_gradient", "draw_linear", "draw_recurrence", "draw_soft
 RULES = ("is_causal", "key_stop", "prefix_length", "causal_block")
 RETURNS = ("return_state", "return_log_normalizer", "return_states_every")
 NARROW = ("float16", "bfloat16")
+SOFTMAX_KERNELS = (
+    "PositiveFeatures",
+    "HyperbolicFeatures",
+    "TrigonometricFeatures",
+    "LandmarkFeatures",
+)
+
+LARGEST_SIZE = 30
+"""log10 of the largest values and cotangents, and of the smallest."""
+
+SIZES_OF_GRADIENTS = False
+"""Whether gradients too are drawn with values and cotangents of all sizes."""
 
 Rng = np.random.Generator
 
@@ -34,6 +46,7 @@ class Case:
     dtype: str = "float64"
     library: str = "numpy"
     returns: dict[str, Any] = field(default_factory=dict)
+    size_of_grad: float = 1.0
 
     @property
     def is_packed(self) -> bool:
@@ -148,6 +161,34 @@ def map_lead(phi: Any) -> tuple[int, ...]:
     return tuple(phi.landmarks.shape[:-2]) if name == "LandmarkFeatures" else ()
 
 
+def stretch(rng: Rng, case: Case) -> None:
+    """Add a number to all logits or log weights; draw the sizes of values and cotangents."""
+    d, phi = case.query.shape[-1], case.feature_map
+    offset, where = float(rng.uniform(-300, 300)), rng.random()
+    state = case.options.get("initial_state")
+    scale = float(case.options.get("scale") or (getattr(phi, "scale", None) or d**-0.5))
+    if where < 0.2 and (phi is None or type(phi).__name__ in SOFTMAX_KERNELS):
+        size = abs(offset / scale) ** 0.5
+        case.query[..., 0], case.key[..., 0] = (
+            rounded(x, case.dtype) for x in (size, np.sign(offset * scale) * size)
+        )
+    elif where < 0.4 and "key_bias" in case.options and case.options.get("normalize", True):
+        case.options["key_bias"] = rounded(case.options["key_bias"] + offset, case.dtype)
+        if state is not None:
+            log_scale = rounded(state.log_scale + offset, accumulated(case.dtype))
+            case.options["initial_state"] = state = state._replace(log_scale=log_scale)
+    if case.dtype in NARROW or rng.random() < 0.8:
+        return
+    log_size, log_grad = rng.uniform(-LARGEST_SIZE, LARGEST_SIZE, 2)
+    # Gradients have the size of the product.
+    log_grad = np.clip(log_size + log_grad, -LARGEST_SIZE, LARGEST_SIZE) - log_size
+    size, case.size_of_grad = 10**log_size, 10**log_grad
+    case.value = rounded(size * case.value, case.dtype)
+    if state is not None:
+        kvz = np.concatenate([size * state.kvz[..., :-1], state.kvz[..., -1:]], axis=-1)
+        case.options["initial_state"] = state._replace(kvz=rounded(kvz, accumulated(case.dtype)))
+
+
 def draw_memory(rng: Rng, case: Case, lead: tuple[int, ...], dim: int) -> State:
     """Draw a state: that of some keys, in a gauge of its own, or of none."""
     phi, e = case.feature_map, case.value.shape[-1]
@@ -231,6 +272,9 @@ def draw_tokens(rng: Rng, seed: int, kind: str, names: set[str]) -> tuple[Case, 
     L, d, e = lengths(rng), int(rng.integers(1, 6)), int(rng.integers(1, 4))
     other = rng.random() < (0.6 if names & {"key_stop", "lower_right"} else 0.08)
     S = lengths(rng) if other or not names - {"key_mask", "key_bias", "key_lengths"} else L
+    if names & {"key_stop", "lower_right"} and rng.random() < 0.15:
+        far = L + int(rng.integers(0, 501))
+        L, S = (L, far) if rng.random() < 0.7 else (far, L)
     dtype = str(rng.choice(["float64"] * 6 + ["float32"] * 3 + [*NARROW]))
     sizes = (
         [1, 0.3, 3, 20] if names & {"exact_window", "local_window_size"} else [1, 1, 1, 0.1, 3, 20]
@@ -244,9 +288,10 @@ def draw_tokens(rng: Rng, seed: int, kind: str, names: set[str]) -> tuple[Case, 
     shapes = [(*axes(rng, lead, keep), n, last) for n, last in ((L, d), (S, d), (S, e))]
     q, k, v = (rng.standard_normal(shape) for shape in shapes)
     q, k, v = (rounded(x, dtype) for x in (size * q, size * k, v))
-    library = str(
-        rng.choice(["numpy"] * 5 + ["without backends"] * 3 + ["array-api-strict", "torch"])
-    )
+    known = ["numpy"] * 10 + ["without backends"] * 6 + ["array-api-strict", "torch"] * 2 + ["dask"]
+    library = str(rng.choice(known))
+    if library == "dask" and (dtype == "float16" or max(L, S) > 64):
+        library = "numpy"
     if dtype == "bfloat16":
         library = "torch"
     return Case(seed, kind, q, k, v, None, {}, dtype, library), lead
@@ -335,7 +380,7 @@ def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
     if names & {"window_bias", "sinks"}:
         names |= {"exact_window"}
     case, lead = draw_tokens(rng, seed, "linear", names)
-    d, options = case.query.shape[-1], case.options
+    d, S, options = case.query.shape[-1], case.key.shape[-2], case.options
     case.feature_map = draw_map(rng, d, lead, names)
     keys = (case.key.shape[:-2], case.value.shape[:-2], map_lead(case.feature_map))
     put_rule(rng, names, case, np.broadcast_shapes(*keys))
@@ -351,8 +396,11 @@ def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
         options["normalize"] = False
     if "initial_state" in names:
         options["initial_state"] = draw_memory(rng, case, lead, d)
+        # Dask arrays without keys lose leading axes that the state lacks.
+        case.library = "numpy" if case.library == "dask" and not S else case.library
     if rng.random() < 0.5:
         options["chunk_size"] = int(rng.choice([1, 2, 3, 5, 8, 16, 64]))
+    stretch(rng, case)
     hide(rng, case)
     return case
 
@@ -406,6 +454,7 @@ def draw_softmax(seed: int) -> Case:
             case.options["sinks"] = int(rng.integers(0, 7))
         if rng.random() < 0.4:
             case.returns = {"return_log_normalizer": True}
+        stretch(rng, case)
         hide(rng, case)
         if not refusals(case) or rng.random() < 1 / 16:
             return case
@@ -417,18 +466,19 @@ GRADIENT = {name: weight for name, weight in LINEAR.items() if name != "exact_cl
 def draw_gradient(seed: int) -> Case:
     """Draw what gradients are known of, in float64 or float32."""
     rng = np.random.default_rng(seed)
-    if rng.random() < 0.25:
-        case = draw_softmax(int(rng.integers(2**62)))
-        case.returns = {}
-    else:
-        while True:
+    while True:
+        if rng.random() < 0.25:
+            case = draw_softmax(int(rng.integers(2**62)))
+            case.returns = {}
+        else:
             case = _linear(rng, seed, pick(rng, GRADIENT))
-            if not no_gradient(case) and (not refusals(case) or rng.random() < 1 / 16):
-                break
-        if rng.random() < 0.5:
-            case.returns = {"return_state": True}
-    case.seed = seed
-    return case
+            if no_gradient(case) or (refusals(case) and rng.random() > 1 / 16):
+                continue
+            if rng.random() < 0.5:
+                case.returns = {"return_state": True}
+        if SIZES_OF_GRADIENTS or case.size_of_grad == 1:
+            case.seed = seed
+            return case
 
 
 def draw_recurrence(seed: int) -> Case:
@@ -544,9 +594,8 @@ def _refused_weights(case: Case) -> list[str]:
 def _refused_exact(case: Case) -> list[str]:
     options, why = case.options, []
     name = type(case.feature_map).__name__
-    known = ("PositiveFeatures", "HyperbolicFeatures", "TrigonometricFeatures", "LandmarkFeatures")
     exact = [name for name in ("exact_window", "exact_clusters") if name in options]
-    if exact and name not in known:
+    if exact and name not in SOFTMAX_KERNELS:
         why.append("exact keys of another kernel")
     if "far_bias" in options and "window_bias" not in options:
         why.append("far_bias alone")
@@ -555,6 +604,6 @@ def _refused_exact(case: Case) -> list[str]:
     if "exact_clusters" in options and has_stops(case):
         why.append("clusters with stops")
     alone = name != "LandmarkFeatures" or "initial_state" in options or case.is_packed
-    if "exact_clusters" in options and alone:
-        why.append("clusters without landmarks, with a state or packed")
+    if "exact_clusters" in options and (alone or case.library == "dask"):
+        why.append("clusters without landmarks, with a state, packed or lazy")
     return why

@@ -1,10 +1,10 @@
 """All options of attention together, against one dense formula: outputs, states and gradients.
 
-`pytest -m fuzz` runs this file in about two minutes, beside `test_fuzz.py`. A case is drawn from an
-integer, and named with it when it fails; to see one again, or to run more::
+`pytest -m fuzz` runs some of them, beside `test_fuzz.py`. A case is drawn from an integer, and
+named with it when it fails; to see one again, or to run 10,000 others, in about eight minutes::
 
     python -m tests.test_fuzz_options linear 1234
-    python -m tests.test_fuzz_options --cases 5000 --gradients 1000
+    python -m tests.test_fuzz_options --cases 7200 --gradients 1400 --first 1000000
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ ARGUMENTS = re.compile(
     r"exact_|sinks|window_bias|far_bias|local_window_size|query and key|feature_map"
 )
 LEAST = {"float64": 1e-300, "float32": 1e-44, "float16": 2.0**-24, "bfloat16": 1e-40}
+MOST = {"float64": 1e300, "float32": 1e36, "float16": 6e4, "bfloat16": 1e36}
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 ROUNDINGS = 64
 
@@ -66,7 +67,20 @@ def library(case: Case) -> Any:
             case.dtype = case.dtype.replace("bfloat16", "float32")
         else:
             return torch
+    if case.library == "dask":
+        return pytest.importorskip("dask.array")
     return np
+
+
+def in_chunks(case: Case, x: Any, has_rows: bool) -> Any:
+    """Return a Dask array: rows of tokens in two chunks or one, alike in all arrays of a case."""
+    rng = np.random.default_rng([case.seed, 5])
+    several, cut = rng.random() < 0.5, rng.random()
+    chunks: list[Any] = list(x.shape)
+    if several and has_rows and x.shape[-2] > 1:
+        first = 1 + int(cut * (chunks[-2] - 1))
+        chunks[-2] = (first, chunks[-2] - first)
+    return library(case).from_array(x, chunks=tuple(chunks))
 
 
 def arrays_of(case: Case) -> Callable[..., Any]:
@@ -86,14 +100,19 @@ def arrays_of(case: Case) -> Callable[..., Any]:
             return tuple(make(part) for part in x)
         if not isinstance(x, np.ndarray):
             return x
-        if x.dtype.kind == "f":
-            return xp.asarray(np.array(x), dtype=getattr(xp, dtype or case.dtype))
-        return xp.asarray(np.array(x)) if x.dtype.kind == "b" else x
+        if x.dtype.kind not in "fb":
+            return x
+        wide = getattr(xp, dtype or case.dtype) if x.dtype.kind == "f" else xp.bool
+        if case.library == "dask":
+            has_rows = any(x is each for each in (case.query, case.key, case.value))
+            return in_chunks(case, x.astype(wide), has_rows)
+        return xp.asarray(np.array(x), dtype=wide)
 
     return make
 
 
 def host(x: Any) -> Any:
+    x = x.compute(scheduler="synchronous") if hasattr(x, "compute") else x
     if str(getattr(x, "dtype", "")).endswith("bfloat16"):
         x = x.float()
     return np.asarray(x, dtype=np.float64)
@@ -138,6 +157,8 @@ def expect_output(case: Case, got: Any, want: Any, name: str = "output") -> None
     if case.options.get("normalize", True):
         doubtful = want.doubt * rounding(case, want) > 1e-2
         tolerance = np.where(doubtful[..., None], np.inf, tolerance)
+    # A numerator on its true scale may overflow.
+    tolerance = np.where(abs(want.output) > MOST[case.dtype], np.inf, tolerance)
     expect(name, got, want.output, tolerance + LEAST[case.dtype], shape)
 
 
@@ -220,7 +241,7 @@ def attempt(case: Case, function: Any, **more: Any) -> Any:
     try:
         results = called(case, function, **more)
     except REFUSALS as error:
-        if why and ARGUMENTS.search(str(error)):
+        if (why or case.library == "dask") and ARGUMENTS.search(str(error)):
             return None
         raise
     if why:
@@ -318,6 +339,8 @@ def check_stream(case: Case) -> None:
         return
     kind = str(rng.choice(kinds))
     first, second, *rows = halves(case, rng)
+    if case.library == "dask" and 0 in (first.key.shape[-2], second.key.shape[-2]):
+        return
     output, state = called(first, linattn.linear_attention, return_state=True)
     want = oracle(case)
     state, later = CONTINUE[kind](case, second, state)
@@ -423,22 +446,29 @@ def check_gradient(case: Case) -> str:
     want = oracle(case)
     with np.errstate(invalid="ignore"):
         doubt = float(np.max(want.doubt, initial=1))
-    if doubt > 1e3 or is_close_choice(case, want):
+    is_large = abs(want.output).max(initial=0) > MOST[case.dtype]
+    if doubt > 1e3 or is_large or is_close_choice(case, want):
         return "too close"
     forward, pullback = results
     output, state = forward if case.returns else (forward, None)
     expect_output(case, output, want)
     rng, make = np.random.default_rng([case.seed, 2]), arrays_of(case)
     shape = (*out_lead(case), case.query.shape[-2], case.value.shape[-1])
-    grad = option_draws.rounded(rng.standard_normal(shape), case.dtype)
+    grad = option_draws.rounded(case.size_of_grad * rng.standard_normal(shape), case.dtype)
     cotangents, gauge = [make(grad)], None
     if state is not None:
         expect_state(case, state, want, total_decay(case))
         wide = accumulated(case.dtype)
-        grad_state = option_draws.rounded(rng.standard_normal(tuple(state.kvz.shape)), wide)
+        grad_state = case.size_of_grad * rng.standard_normal(tuple(state.kvz.shape))
+        grad_state = option_draws.rounded(grad_state, wide)
         cotangents.append(make(grad_state, wide))
         gauge = grad_state, host(state.log_scale)
-    gradients = list(pullback(*cotangents))
+    try:
+        gradients = list(pullback(*cotangents))
+    except REFUSALS:
+        if case.library == "dask":
+            return "refused"
+        raise
     names = ["query", "key", "value"]
     names += ["initial_state"] if case.options.get("initial_state") is not None else []
     names += [name for name in ("key_bias", "log_decay") if name in case.options]
@@ -483,6 +513,8 @@ def derivative(case: Case, name: str, gradient: Any, cotangents: Any, doubt: flo
     tolerance = (
         rounding(case, result) * 16 * terms + EPS[case.dtype] * abs(gradient * direction).sum()
     )
+    # Gradients are multiplied by other numbers than weights, which may be large.
+    tolerance += LEAST[case.dtype] * 1e7 * abs(direction).sum()
     if not abs(got - want) <= tolerance:
         fail(f"grad_{name} along a direction is {got:.9g}, want {want:.9g}")
 
@@ -573,7 +605,7 @@ def run_all(kind: str, seeds: range, most: int = 3) -> tuple[Counter[str], list[
 BLOCK = 250
 
 
-@pytest.mark.parametrize("block", range(14))
+@pytest.mark.parametrize("block", range(5))
 def test_linear_attention_with_all_options(block):
     counts, complaints = run_all("linear", range(block * BLOCK, (block + 1) * BLOCK))
     assert not complaints, "\n".join(complaints)
@@ -587,7 +619,7 @@ def test_exact_attention_with_all_options(block):
     assert counts["compared"] > 0.7 * BLOCK
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", range(3))
 def test_gradients_with_all_options(block):
     counts, complaints = run_all("gradient", range(block * BLOCK // 2, (block + 1) * BLOCK // 2))
     assert not complaints, "\n".join(complaints)
