@@ -75,7 +75,10 @@ def test_linear_attention_without_heads(xp_any_shape, name, leads):
         same = lengths[0] == lengths[1]
         for is_causal in (False, True) if same and phi.causal else (False,):
             window = phi.softmax_kernel and same and name != "corrected"
-            exact = [{}, *({"exact_window": w, "sinks": s} for w, s in WINDOWS if window)]
+            exact: list[dict[str, Any]] = [
+                {},
+                *({"exact_window": w, "sinks": s} for w, s in WINDOWS if window),
+            ]
             if name == "landmarks" and xp.name not in {"dask", "jax"}:
                 exact += [options | {"exact_clusters": 1} for options in exact]
             for options in exact:
