@@ -27,9 +27,9 @@ def moved(arrays, number, options, phi):
     return direction, dense_oracle.evaluate(q, k, v, phi, **options).output.imag * 1e30
 
 
-def agrees(query, key, value, phi, options):
+def agrees(arrays, phi, options):
     """Check the output and, where there are some, gradients against the dense formula."""
-    arrays, maps = (query, key, value), [] if phi is None else [phi]
+    maps = [] if phi is None else [phi]
     function = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
     if phi is not None:
         out = linattn.linear_attention(*arrays, phi, **options)
@@ -64,7 +64,7 @@ def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
 @full_and_causal
 @pytest.mark.parametrize(("phi", "options"), [(None, LOCAL), (PHI, WINDOW)])
 def test_gradients_through_sinks(is_causal, phi, options):
-    agrees(*tokens(40), phi, options | {"is_causal": is_causal})
+    agrees(tokens(40), phi, options | {"is_causal": is_causal})
 
 
 @pytest.mark.parametrize(("length", "num_keys"), [(1, 9), (5, 70), (9, 4)])
@@ -74,7 +74,7 @@ def test_gradients_through_sinks(is_causal, phi, options):
 )
 def test_gradients_of_sinks_far_before_the_queries(length, num_keys, phi, options):
     options = options | {"is_causal": "lower_right"}
-    agrees(tokens(length)[0], *tokens(num_keys)[1:], phi, options)
+    agrees((tokens(length)[0], *tokens(num_keys)[1:]), phi, options)
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -97,12 +97,12 @@ RULES: dict[str, dict[str, Any]] = {
 def test_sinks_are_seen_on_either_side_of_a_window(rule, window):
     """As the docstring says: by all queries, but for those whose stop or place comes before."""
     options = {"local_window_size": window, "sinks": 6, **RULES[rule]}
-    agrees(*tokens(24), None, options)
+    agrees(tokens(24), None, options)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_sinks_beside_an_exact_window_under_every_rule(rule):
-    agrees(*tokens(24), PHI, {"exact_window": 2, "sinks": 6, **RULES[rule]})
+    agrees(tokens(24), PHI, {"exact_window": 2, "sinks": 6, **RULES[rule]})
 
 
 def test_each_packed_sequence_has_sinks_of_its_own():
