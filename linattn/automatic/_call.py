@@ -120,7 +120,9 @@ class Call:
     def attend(self) -> tuple[Array, list[HeadRecord]]:
         """Attend to all heads; return a record for each."""
         given, wide = self._given, self._wide
-        self._tokens = HostTokens(wide.problem, given.key_mask, given.generator)
+        fixed = not self._is_causal and given.tolerance is not None
+        args = wide.problem, given.key_mask, given.generator
+        self._tokens = HostTokens(*args, exact_outliers=fixed)
         found = [self._head(number) for number in range(given.num_heads)]
         near = [head for head, x in enumerate(found) if x.choices]
         none = [head for head, x in enumerate(found) if not x.choices and x.exact is None]
@@ -192,7 +194,7 @@ class Call:
         vain = Work(judged=pairs, exact=-pairs)
         if self._is_causal:
             vain = self._read(choices).times(num_rows / self._length)
-        return vain, Work(exact=pairs)
+        return vain, Work(exact=pairs + len(self._tokens.outliers) * self._row)
 
     def _judged(self, number: int, choices: Choices, num_rows: int, work: Work) -> _Found:
         """Judge clusters by fresh rows."""
@@ -209,6 +211,10 @@ class Call:
             ((where, choice),) = choices.items()
             choice, output = self._with_judged_level(index, rows, where, choice)
             choices, exact = {where: choice}, self._like_output(output, first)
+            outliers = self._tokens.outliers
+            if exact is not None and len(outliers):
+                places, parts = np.append(places, outliers), (exact, self._exact(number, outliers)[0])
+                exact = given.problem.xp.concat(parts, axis=0)
             curve = choice.trial.curve
             error, bound = float(curve.error[choice.level]), float(curve.bound[choice.level])
         vain, judged = self._judging(choices, num_rows)

@@ -25,6 +25,9 @@ Floats = NDArray[Any]
 TILE = 1 << 17
 """How many logits are computed in one tile."""
 
+ALONE = 32
+"""Keys that may be clusters of their own, beside the others."""
+
 
 class Clusters(NamedTuple):
     """Keys of one head in the order of their clusters; clusters without a key are left out.
@@ -66,9 +69,12 @@ class Clusters(NamedTuple):
         """
         mean, root = _moments(query, scale)
         y = (head.key - head.key.mean(axis=0)) @ root.astype(head.key.dtype)
-        cell = nearest(y, _centroids(y, m, generator))[0]
+        cell, score = nearest(y, _centroids(y, m, generator))
+        squares = np.maximum(np.vecdot(y, y) - 2 * score, 0)
+        alone = _alone(squares, head.values_and_one[:, :-1], len(query), y.shape[-1])
+        cell[alone] = m + np.arange(len(alone))
         # Numbers of two bytes are sorted by counting.
-        order = np.argsort(cell.astype(np.uint16 if m <= 1 << 16 else np.intp), kind="stable")
+        order = np.argsort(cell.astype(np.uint16 if m + ALONE <= 1 << 16 else np.intp), kind="stable")
         sizes = np.bincount(cell)
         number = np.cumsum(sizes > 0) - 1
         sizes = sizes[sizes > 0]
@@ -97,6 +103,24 @@ class Clusters(NamedTuple):
             sums=sums,
             bias=bias.astype(key.dtype),
         )
+
+
+def _alone(squares: Floats, values: Floats, num_queries: int, d: int) -> NDArray[np.intp]:
+    """Return the keys whose cluster may do most damage in their place.
+
+    The logits of key j less those of its cluster have a mean square over queries: ``squares``.
+    For the most distant of L normal queries they are ``r_j = sqrt(2 log L squares_j)``. So the
+    damage is ``exp(r_j) |v_j - v'|``. The usual one is that of the mean distance of a value, and of
+    the most distant of S normal keys.
+    """
+    apart = values - values.mean(axis=0)
+    sizes = (x.astype(np.float64) for x in (np.vecdot(apart, apart), squares))
+    size, distance = ((x / (x.mean() or 1)) ** 0.5 for x in sizes)
+    rate = (2 * np.log(num_queries) * float(squares.mean())) ** 0.5
+    usual = 1 + (2 * np.log(len(squares)) / d) ** 0.5
+    damage = np.log(np.maximum(size, 1e-9)) + rate * (distance - usual)
+    most = np.argpartition(damage, -min(ALONE, len(damage)))[-ALONE:]
+    return np.asarray(most[damage[most] > 0])
 
 
 def _moments(query: Floats, scale: float) -> tuple[Floats, Floats]:

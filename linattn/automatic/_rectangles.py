@@ -19,6 +19,7 @@ from linattn._driver import forward
 from linattn._driver.clusters import AssignedKeys
 from linattn._driver.problem import linear_problem
 from linattn.automatic._costs import may_be_in_vain
+from linattn.automatic._fit import ALONE
 from linattn.automatic._heads import Given, Places, rows_of
 from linattn.automatic._search import Choice
 from linattn.automatic._tokens import Rectangle
@@ -124,7 +125,7 @@ def _by_clusters(
     ``same_place``: the key at the position of each query, which raises its cluster, or None.
     """
     problem, xp = given.problem, given.problem.xp
-    m, num_exact = choices[0].trial.num_features, choices[0].num_exact
+    m, num_exact = choices[0].trial.num_features + ALONE, choices[0].num_exact
     phi, assigned = _map_and_keys(given, choices, m)
     key, value = problem.key, problem.value
     options: dict[str, Any] = {"want_log": True}

@@ -17,6 +17,10 @@ __all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "about_mean", "dr
 Floats = NDArray[Any]
 
 
+MAX_OUTLIERS = 32
+"""There is at most one outlier in so many queries."""
+
+
 class Rectangle(NamedTuple):
     """Full attention of queries ``first`` to ``last`` to keys ``start`` to ``stop``."""
 
@@ -111,12 +115,20 @@ class HostTokens:
         As the caller gave it. If L = S, it masks queries too.
     generator : Generator
         Draws the rows.
+    exact_outliers : bool
+        Whether outliers among the queries are exact in every case, so that they judge nothing.
     """
 
     def __init__(
-        self, problem: Problem, key_mask: Array | None, generator: np.random.Generator
+        self,
+        problem: Problem,
+        key_mask: Array | None,
+        generator: np.random.Generator,
+        *,
+        exact_outliers: bool = False,
     ) -> None:
         self.lead, self._generator = problem.lead, generator
+        self._exact_outliers = exact_outliers
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
         )
@@ -127,6 +139,7 @@ class HostTokens:
         self._valid = np.broadcast_to(valid, (*valid.shape[:-1], L))
         # Odds of the last head.
         self._line: tuple[Any, ...] = (None,)
+        self.outliers = np.zeros(0, np.intp)
 
     def head(
         self, index: tuple[int, ...], rows: Rows, where: Rectangle, total: Total | None = None
@@ -157,16 +170,25 @@ class HostTokens:
     def rows(self, index: tuple[int, ...], num_rows: int) -> Rows:
         """Draw rows of a head, ascending, and their weights; all rows if they are no more.
 
-        Queries are drawn in the order of their odds, so that outliers are even if they are few.
+        Queries are drawn in the order of their odds, so that rare ones are even if they are few.
+        ``outliers`` are then those of this head.
         """
         valid = np.flatnonzero(_of_head(self._valid, self.lead, index, 1))
         if len(valid) <= num_rows:
+            self.outliers = valid[:0]
             return Rows(valid, None)
         if self._line[0] != index:
             query = _of_head(self._query, self.lead, index, 2).take(valid, axis=0)
             odds = (1 + _leverage(query)) / 2
             order = np.argsort(odds, kind="stable")
-            self._line = index, odds, order
+            last = len(order)
+            if self._exact_outliers:
+                # The leverage of the most distant of as many normal queries, over the mean. One that
+                # reads a single key is beyond it, unless all attend sharply.
+                far = (1 + (2 * np.log(last) / query.shape[-1]) ** 0.5) ** 2
+                last -= min(int(np.sum(odds > (1 + far) / 2)), last // MAX_OUTLIERS)
+            self.outliers = np.sort(valid[order[last:]])
+            self._line = index, odds / odds[order[:last]].mean(), order[:last]
         _, odds, order = self._line
         drawn = np.sort(order[draw(odds[order], self._generator.random(num_rows))])
         return Rows(valid[drawn], 1 / odds[drawn])
