@@ -1,12 +1,16 @@
 """How often `linattn.attention` exceeds its tolerance and its bound, by kinds of input.
 
     python -m benchmarks.tolerance [--inputs NAME ...] [--length 9216] [--seeds 2]
-        [--tolerances 0.02 0.05 0.1] [--times]
+        [--tolerances 0.02 0.05 0.1] [--ways full cross causal] [--times]
+    python -m benchmarks.tolerance --inputs "rare retrieval" "near duplicates"
+        --ways full cross causal --tolerances 0.1 --seeds 18
 
-For each kind of input (benchmarks/real_inputs.py) and tolerance: the heads of all calls, those
+For each kind of input (benchmarks/real_inputs.py and rare_inputs.py), way and tolerance: the heads of all calls, those
 that were approximate, the share of these within the tolerance and the share above
 ``report.bound``, both with their 95 % intervals (Clopper and Pearson), the largest error over the
-tolerance, and the pairs worked out over those of exact attention. ``--times`` adds the time over
+tolerance, the pairs worked out over those of exact attention, and the counted time over that of
+exact attention (benchmarks/constants.py), in the mean and of the call with most. Cross attention
+has the last three quarters of the queries. ``--times`` adds the time over
 that of exact attention, the median and the largest over calls. Errors are against exact attention
 of all rows.
 """
@@ -14,6 +18,7 @@ of all rows.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import warnings
 from time import process_time
@@ -23,9 +28,12 @@ import numpy as np
 from scipy.stats import beta
 
 import linattn
+from benchmarks.constants import counted
+from benchmarks.rare_inputs import RARE
 from benchmarks.real_inputs import INPUTS, errors
 
 TOLERANCES = (0.02, 0.05, 0.1)
+WAYS = ("full", "cross", "causal")
 
 
 class Call(NamedTuple):
@@ -35,6 +43,7 @@ class Call(NamedTuple):
     bound: Any
     linear: Any
     cost: float
+    counted: float
     seconds: float
     exact_seconds: float
 
@@ -48,25 +57,26 @@ def interval(count: int, total: int) -> str:
     return f"{count / total:.1%} ({low:.1%} to {high:.1%})"
 
 
-def calls(name: str, length: int, seeds: int, tolerances: list[float]) -> dict[float, list[Call]]:
+def calls(
+    name: str, way: str, length: int, seeds: int, tolerances: list[float]
+) -> dict[float, list[Call]]:
     """Call attention on all cases of an input, with each seed and tolerance."""
     found: dict[float, list[Call]] = {tolerance: [] for tolerance in tolerances}
     for seed in range(seeds):
-        for case in INPUTS[name](length, seed):
-            arrays, options = case[:3], case.options
+        for case in (INPUTS | RARE)[name](length, seed):
+            options: Any = dict(case.options, is_causal=way == "causal")
+            first = length // 4 if way == "cross" else 0
+            arrays = case.query[:, first:], case.key, case.value
             begun = process_time()
-            exact = case.exact()
+            exact = linattn.softmax_attention(*arrays, **options)
             exact_seconds = process_time() - begun
             for tolerance in tolerances:
                 begun = process_time()
-                output, report = linattn.attention(
-                    *arrays, tolerance=tolerance, rng=seed, return_report=True, **options
-                )
+                output, report, time = counted(*arrays, tolerance=tolerance, rng=seed, **options)
                 seconds = process_time() - begun
                 error, linear = errors(output, exact), report.head_methods != "exact"
-                found[tolerance].append(
-                    Call(error, report.bound, linear, report.cost, seconds, exact_seconds)
-                )
+                costs = report.cost, time, seconds, exact_seconds
+                found[tolerance].append(Call(error, report.bound, linear, *costs))
     return found
 
 
@@ -80,6 +90,8 @@ def row(name: str, tolerance: float, found: list[Call], times: bool) -> str:
     cells.append(interval(int(np.sum(error > bound)), len(error)))
     cells.append(f"{np.max(error, initial=0.0) / tolerance:.2f}")
     cells.append(f"{statistics.mean(call.cost for call in found):.2f}")
+    times_of = [call.counted for call in found]
+    cells.append(f"{statistics.mean(times_of):.2f} ({max(times_of):.2f})")
     if times:
         ratios = [call.seconds / call.exact_seconds for call in found]
         cells.append(f"{statistics.median(ratios):.2f} ({max(ratios):.2f})")
@@ -91,22 +103,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--length", type=int, default=9216)
-    parser.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=list(INPUTS))
+    parser.add_argument("--inputs", nargs="+", choices=list(INPUTS | RARE), default=list(INPUTS))
     parser.add_argument("--tolerances", nargs="+", type=float, default=list(TOLERANCES))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["full"])
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
     print(f"{options.length:,} tokens, {options.seeds} seeds, one core")
     heads = ["input", "tolerance", "heads", "approximate", "within", "above the bound"]
-    heads += ["largest error, of the tolerance", "pairs"]
+    heads += ["largest error, of the tolerance", "pairs", "counted time (most)"]
     heads += ["time, of exact (most)"] if options.times else []
     print(f"| {' | '.join(heads)} |")
     print("| --- " * len(heads) + "|")
     with linattn.config(num_threads=1), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        for name in options.inputs:
-            found = calls(name, options.length, options.seeds, options.tolerances)
+        for name, way in itertools.product(options.inputs, options.ways):
+            found = calls(name, way, options.length, options.seeds, options.tolerances)
+            label = name if way == "full" else f"{name}, {way}"
             for tolerance, of_tolerance in found.items():
-                print(row(name, tolerance, of_tolerance, options.times), flush=True)
+                print(row(label, tolerance, of_tolerance, options.times), flush=True)
 
 
 if __name__ == "__main__":

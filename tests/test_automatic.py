@@ -54,7 +54,7 @@ def search_early(monkeypatch):
     """Search where a search in vain would take too long: on short sequences, for short tests."""
     monkeypatch.setattr(_costs, "MAX_SEARCH", 0.5)
     monkeypatch.setattr(_call, "MAX_VAIN", 2.0)
-    monkeypatch.setattr(_call, "MAX_PROMISED", 1.0)
+    monkeypatch.setattr(_call, "MAX_PROMISED", 1.5)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ that of trials, and of clusters for the fresh rows: no more is taken on than MAX
 from __future__ import annotations
 
 from functools import partial
+from math import ceil, log
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -21,13 +22,14 @@ from linattn.automatic._costs import (
     MIN_FEATURES,
     MIN_HELD_OUT,
     Work,
+    causal_rows_work,
     cost_of,
     exact_pairs,
     fit_work,
     num_rows_of,
     read_work,
 )
-from linattn.automatic._curves import PROBABILITY, error_curve
+from linattn.automatic._curves import PROBABILITY, ErrorCurve, error_curve
 from linattn.automatic._fit import Clusters
 from linattn.automatic._heads import Given, rows_of
 from linattn.automatic._rectangles import Choices, attend, rectangles_of
@@ -100,7 +102,7 @@ class Call:
         self._exact_cost = exact_pairs(problem)
         self._spare = MAX_VAIN * given.num_heads * self._exact_cost
         self._rectangles = rectangles_of(self._wide, self._num_rows)
-        rows = Work(exact=self._num_rows * self._row if self._is_causal else 0.0)
+        rows = causal_rows_work(self._num_rows, S) if self._is_causal else Work()
         self._first = rows.plus(*(self._first_work(*x) for x in self._rectangles.items()))
 
     def _first_work(self, where: Rectangle, problem: Problem) -> Work:
@@ -113,9 +115,22 @@ class Call:
         if not self._rectangles or (self._is_causal and self._given.tolerance is None):
             return False
         if self._given.tolerance is not None:
-            return bool(cost_of(self._first, self._problem) <= self._spare)
+            tried = cost_of(self._first, self._problem) <= self._spare
+            return bool(tried) and (not self._is_causal or self._may_gain(self._given.tolerance))
         read = read_work(self._problem, MIN_FEATURES, UNCHECKED / MIN_FEATURES)
         return bool(cost_of(self._first.plus(read), self._problem) <= self._exact_cost)
+
+    def _may_gain(self, tolerance: float) -> bool:
+        """Whether a causal head may be cheaper by clusters that choose nothing.
+
+        With the rows that values without a mean need, which are useless to the output.
+        """
+        least = Trial(MIN_FEATURES, (0,), None, ErrorCurve(*np.zeros((4, 1))))
+        choices = dict.fromkeys(self._rectangles, Choice(least, 0))
+        num_rows = ceil(4 * MARGIN * -log(1 - PROBABILITY) / tolerance**2)
+        works = self._first, *self._judging(choices, num_rows), self._read(choices)
+        most = MAX_PROMISED * (1 + MAX_VAIN) * self._exact_cost
+        return bool(cost_of(Work().plus(*works), self._problem) <= most)
 
     def attend(self) -> tuple[Array, list[HeadRecord]]:
         """Attend to all heads; return a record for each."""
@@ -190,10 +205,13 @@ class Call:
 
     def _judging(self, choices: Choices, num_rows: int) -> tuple[Work, Work]:
         """Return the work that is useless if rows judge a head in vain, and that of exact rows."""
+        if self._is_causal:
+            # Rows with gaps between them are of no use to the output.
+            rows = (causal_rows_work(num_rows, self._length, n) for n in (1, 1 + len(choices)))
+            read = [x.work(self._rectangles[where]) for where, x in choices.items()]
+            return Work().plus(*read).times(num_rows / self._length).plus(*rows), Work()
         pairs = num_rows * self._row
         vain = Work(judged=pairs, exact=-pairs)
-        if self._is_causal:
-            vain = self._read(choices).times(num_rows / self._length)
         return vain, Work(exact=pairs + len(self._tokens.outliers) * self._row)
 
     def _judged(self, number: int, choices: Choices, num_rows: int, work: Work) -> _Found:
@@ -274,7 +292,9 @@ class Call:
         work = Work(exact=self._exact_cost)
         for where, choice in choices.items():
             problem = self._rectangles[where]
-            work = work.plus(choice.work(problem), Work(exact=-exact_pairs(problem)))
+            calls = 3.0 if self._is_causal else 0.0
+            rest = Work(exact=-exact_pairs(problem), heads=calls)
+            work = work.plus(choice.work(problem), rest)
         return work
 
     def _trial(

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple, Self
 from linattn.typing import Problem
 
 __all__ = [
+    "ALONE",
     "DRAWS",
     "LLOYD_STEPS",
     "MAX_PROMISED",
     "MAX_VAIN",
     "MIN_FEATURES",
     "MIN_HELD_OUT",
+    "ROWS",
     "SAMPLED_KEYS",
     "Work",
+    "causal_rows_work",
     "cost_of",
     "exact_pairs",
     "fit_work",
@@ -58,6 +61,14 @@ steps. At 256 pairs a query of 2,048, errors of MiniLM, Whisper and photographs 
 and another never. Half and twice of each change the cost of calls by .05 at most."""
 
 
+ALONE = 32
+"""Keys that may be clusters of their own, beside the others: those that rare queries read."""
+
+ROWS = 128
+"""Rows of causal attention that are computed together, if there are gaps between them: from the first
+key to the one of the last row."""
+
+
 class Work(NamedTuple):
     """Counts of pairs, of two tokens or of a token and a column, by kind.
 
@@ -80,7 +91,7 @@ class Work(NamedTuple):
     visits : float
         Number of clusters that queries visit, not pairs.
     heads : float
-        Work done once for a head or for a call, not pairs.
+        Work done once for a head, a rectangle or a call, not pairs.
     """
 
     exact: float = 0.0
@@ -109,13 +120,13 @@ class Work(NamedTuple):
 
 TIMES = {
     "exact": (1.0, 0.024),
-    "features": (1.5, 0.022),
-    "judged": (1.2, 0.029),
+    "features": (1.6, 0.024),
+    "judged": (1.5, 0.034),
     "gathered": (0.9, 0.042),
-    "chosen": (4.0, 0.02),
+    "chosen": (6.0, 0.03),
     "distances": (0.6, 0.008),
-    "sampled": (800.0, 2.0),
-    "visits": (50.0, 1.0),
+    "sampled": (1000.0, 3.0),
+    "visits": (80.0, 1.5),
     "heads": (1e6, 0.0),
 }
 """Nanoseconds of each kind of work on a core of an AMD EPYC: a constant, and a slope in ``d + e``,
@@ -161,12 +172,20 @@ def fit_work(problem: Problem, m: int, num_rows: int) -> Work:
 def read_work(problem: Problem, m: int, share: Any) -> Work:
     """Return the work of attention with m clusters and a share of exact keys, or shares."""
     L, S = problem.query.shape[-2], problem.key.shape[-2]
+    m += ALONE
     return Work(
         features=float(L * m),
         gathered=share * L * S,
         chosen=(share > 0) * float(L * m),
         visits=share * L * m,
+        heads=1.0,
     )
+
+
+def causal_rows_work(num_rows: float, keys: int, parts: int = 1) -> Work:
+    """Return the work of some exact rows of causal attention, in equal parts of a sequence."""
+    together = min(ROWS, num_rows / parts)
+    return Work(judged=(num_rows / parts + together) * keys / 2)
 
 
 def may_be_in_vain(problem: Problem, num_rows: int = MIN_HELD_OUT) -> bool:

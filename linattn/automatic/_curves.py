@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn.automatic._fit import TILE, Clusters
+from linattn.automatic._heads import LEAST_LOG
 from linattn.automatic._tokens import Head
 
 __all__ = ["PROBABILITY", "ErrorCurve", "error_curve"]
@@ -23,9 +24,9 @@ Floats = NDArray[Any]
 PROBABILITY = 0.95
 """Probability that a head meets the tolerance."""
 
-LEAST_LOG, SEEN = -80.0, (1e-10, 1e15)
-"""Smallest log weight that is not clipped, and the range of the sums of weights of a row. A clipped
-weight is then arbitrary in rounding, and no number leaves the range."""
+SEEN = (1e-10, 1e15)
+"""Range of the sums of weights of a row. A weight below LEAST_LOG is then arbitrary in rounding,
+and no number leaves the range."""
 
 
 class ErrorCurve(NamedTuple):

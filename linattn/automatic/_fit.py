@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.automatic._costs import DRAWS, LLOYD_STEPS, SAMPLED_KEYS
+from linattn.automatic._costs import ALONE, DRAWS, LLOYD_STEPS, SAMPLED_KEYS
 from linattn.automatic._tokens import Head, about_mean, draw
 from linattn.feature_maps._clusters import centroids, nearest
 
@@ -24,9 +24,6 @@ Floats = NDArray[Any]
 
 TILE = 1 << 17
 """How many logits are computed in one tile."""
-
-ALONE = 32
-"""Keys that may be clusters of their own, beside the others."""
 
 
 class Clusters(NamedTuple):

@@ -18,8 +18,7 @@ from linattn import _arrays
 from linattn._driver import forward
 from linattn._driver.clusters import AssignedKeys
 from linattn._driver.problem import linear_problem
-from linattn.automatic._costs import may_be_in_vain
-from linattn.automatic._fit import ALONE
+from linattn.automatic._costs import ALONE, may_be_in_vain
 from linattn.automatic._heads import Given, Places, rows_of
 from linattn.automatic._search import Choice
 from linattn.automatic._tokens import Rectangle
