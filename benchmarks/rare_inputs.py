@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.real_inputs import Case
+from benchmarks.real_inputs import Case, _case
 
 __all__ = ["RARE"]
 
@@ -30,7 +30,7 @@ MARGIN = 3.0
 
 
 def plain(length: int, rng: np.random.Generator) -> list[Floats]:
-    """Queries, keys and values of heads of one width, each of its own spread and sharpness."""
+    """Return queries, keys and values of heads of one width, of a spread and sharpness each."""
     d = int(rng.choice([16, 32, 64]))
     arrays = []
     for _ in range(HEADS):
@@ -86,7 +86,7 @@ def retrieval(
         size = rng.uniform(*larger, (groups, needles, 1))
         v[of_keys] = size * v[rng.integers(length, size=(groups, needles))]
         _turn(q, k, of_keys, of_queries, rng)
-    return [Case(*(x.astype(np.float32) for x in (query, key, value)), {})]
+    return [_case([x.astype(np.float32) for x in (query, key, value)])]
 
 
 def _turn(query: Floats, key: Floats, of_keys: Floats, of_queries: Floats, rng: Any) -> None:
@@ -130,7 +130,7 @@ def duplicates(
             key[places] = key[sources]
         for x in (query, key):
             x[places] += noise * x.std() * rng.standard_normal((count, x.shape[-1]))
-    return [Case(*(x.astype(np.float32) for x in arrays), {})]
+    return [_case([x.astype(np.float32) for x in arrays])]
 
 
 RETRIEVAL: tuple[Draw, ...] = (

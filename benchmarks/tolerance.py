@@ -5,10 +5,10 @@
     python -m benchmarks.tolerance --inputs "rare retrieval" "near duplicates"
         --ways full cross causal --tolerances 0.1 --seeds 18
 
-For each kind of input (benchmarks/real_inputs.py and rare_inputs.py), way and tolerance: the heads of all calls, those
-that were approximate, the share of these within the tolerance and the share above
-``report.bound``, both with their 95 % intervals (Clopper and Pearson), the largest error over the
-tolerance, the pairs worked out over those of exact attention, and the counted time over that of
+For each kind of input (benchmarks/real_inputs.py and rare_inputs.py), way and tolerance: the heads
+of all calls, those that were approximate, the share of these within the tolerance and the share
+above ``report.bound``, both with their 95 % intervals (Clopper and Pearson), the largest error over
+the tolerance, the pairs worked out over those of exact attention, and the counted time over that of
 exact attention (benchmarks/constants.py), in the mean and of the call with most. Cross attention
 has the last three quarters of the queries. ``--times`` adds the time over
 that of exact attention, the median and the largest over calls. Errors are against exact attention

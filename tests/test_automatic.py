@@ -17,6 +17,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
+from benchmarks.rare_inputs import RARE
 from linattn import automatic
 from linattn._driver.problem import exact_problem
 from linattn.automatic import (
@@ -29,6 +30,7 @@ from linattn.automatic import (
     _search,
     _tokens,
 )
+from linattn.automatic._report import HeadRecord
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures
 from tests.attentions import assert_at_most, full_and_causal
@@ -255,6 +257,27 @@ def test_an_output_that_is_far_off_warns():
     assert "errors are above 0.1 in 1 of 2 heads: pass a tolerance, which takes more" in message
     assert "clusters" in message
     assert "softmax_attention" in message
+
+
+@pytest.mark.parametrize(
+    ("bound", "reason"),
+    [
+        (
+            0.1003,
+            "estimated at 1.2e-07, but rows that were not computed exactly may make it 0.1003",
+        ),
+        (0.31, "may make it 0.31"),
+        (np.inf, "may make it inf"),
+        (0.1, "no cheaper way is within it"),
+        (np.nan, "no cheaper way is within it"),
+    ],
+)
+def test_a_warning_never_names_a_bound_that_meets_the_tolerance(bound, reason):
+    problem = exact_problem(*clustered(8), scale=None, is_causal=False)
+    given = _heads.Given(problem, None, 1.0, 0.1, np.random.default_rng(0))
+    message = automatic._warning(given, [HeadRecord(0, 0, 1.2e-7, bound, _costs.Work())])
+    assert message.startswith("tolerance=0.1 takes exact attention, in quadratic time: ")
+    assert message.endswith(reason)
 
 
 def test_one_sequence_without_heads_warns_and_a_short_one_is_exact():
@@ -524,6 +547,36 @@ def test_own_keys_that_clusters_miss_count_though_their_rows_were_not_drawn():
         output, report = call(rng=seed, return_report=True)
         assert report.method == "landmarks"
         assert_array_less(error(output, exact), report.bound + 1e-9)
+
+
+@pytest.mark.parametrize(("seed", "first"), [(0, 0), (0, 1000), (8, 0)])
+def test_rare_retrieval_is_within_the_tolerance(seed, first):
+    """Queries that read single keys, a few with larger values or 2 % of all; in cross attention too.
+
+    Before keys were clusters of their own, and outlying queries exact, a fifth of the approximate
+    heads were above the tolerance, and most heads exact.
+    """
+    (case,) = RARE["rare retrieval"](4000, seed)
+    query, key, value = case.query[:6, first:], case.key[:6], case.value[:6]
+    exact = linattn.softmax_attention(query, key, value)
+    output, report = linattn.attention(query, key, value, rng=seed, return_report=True)
+    assert report.head_methods.tolist() == ["landmarks"] * 6
+    assert_at_most(error(output, exact), report.bound)
+    assert_at_most(report.bound, 0.1)
+
+
+def test_a_key_that_only_one_query_reads_is_a_cluster_of_its_own():
+    """Whatever the draw of keys, from which clusters are found, is without."""
+    rng, length = np.random.default_rng(0), 4000
+    centres = rng.standard_normal((20, 16))
+    query = centres[rng.integers(20, size=length)] + rng.standard_normal((length, 16))
+    key = centres[rng.integers(20, size=length)] + 0.2 * rng.standard_normal((length, 16))
+    few = rng.choice(length, 8, replace=False)
+    key[few] += 2 * rng.standard_normal((8, 16))
+    value = rng.standard_normal((length, 16))
+    value[few] *= 4
+    _, clusters = found(query, key, value, 24, scale=0.25, rows=np.arange(64))
+    assert_array_equal(clusters.sizes[clusters.of_key[few]], 1)
 
 
 def test_rows_that_agree_promise_no_more_than_the_rule_of_three(eager):

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 import linattn
 from linattn import automatic
 from linattn._driver.problem import exact_problem
-from linattn.automatic import _call, _costs, _curves, _heads, _report
+from linattn.automatic import _call, _costs, _curves, _heads, _report, _tokens
 from tests.attentions import full_and_causal
 from tests.test_automatic import (
     clustered,
@@ -132,6 +132,48 @@ def test_only_heads_that_may_be_near_are_judged(eager, monkeypatch):
     assert report.head_methods.tolist() == ["exact"] * 3 + ["landmarks", "exact"]
     exact = linattn.softmax_attention(*(x[3:4] for x in arrays))
     assert error(output[3:4], exact) <= 0.1
+
+
+@pytest.mark.parametrize("heads", [1, 12])
+@pytest.mark.parametrize(("tolerance", "length"), [(0.1, 8000), (0.05, 15000), (0.02, 30000)])
+def test_causal_attention_is_not_tried_where_it_cannot_gain(heads, tolerance, length):
+    """Measured 1.1 to 3 times as long as exact attention when it was; ten times as far it gains."""
+    tried = []
+    for n in (length, 10 * length):
+        tokens = np.broadcast_to(np.zeros((1, 1, 32), np.float32), (heads, n, 32))
+        problem = exact_problem(*[tokens] * 3, scale=None, is_causal=True)
+        given = _heads.Given(problem, None, 1.0, tolerance, np.random.default_rng(0))
+        tried.append(_call.Call(given).is_worth_a_search())
+    assert tried == [False, True]
+
+
+@pytest.mark.parametrize("count", [64, 700, 1900])
+@pytest.mark.parametrize("masked", [False, True])
+def test_causal_rows_compute_the_pairs_that_are_counted(count, masked):
+    """With gaps between them: each row the keys up to the last row of its block."""
+    rng, length, read = np.random.default_rng(0), 6000, []
+
+    class Keys(np.ndarray):
+        def __getitem__(self, keys):
+            read.append(keys.stop)
+            return np.asarray(super().__getitem__(keys))
+
+    query, key, value = rng.standard_normal((3, length, 4))
+    places = np.sort(rng.choice(length, count, replace=False))
+    positions = np.flatnonzero(rng.random(length) < (0.8 if masked else 2))
+    ones = np.ones((len(positions), 1))
+    rows = _tokens.Rows(places, None), np.ones(count, bool), query[places]
+    head = _tokens.Head(
+        *rows, positions, key[positions].view(Keys), np.hstack([value[positions], ones])
+    )
+    outputs = _tokens.causal_rows(head, 0.5)
+    sizes = np.diff([*range(0, count, _costs.ROWS), count])
+    pairs = float(np.dot(sizes, read))
+    counted = _costs.causal_rows_work(count, len(positions)).pairs
+    assert abs(pairs - counted) < 0.1 * counted
+    mask = np.isin(np.arange(length), positions)
+    exact = linattn.softmax_attention(query, key, value, is_causal=True, scale=0.5, key_mask=mask)
+    assert_allclose(outputs[:, :-1], exact[places], rtol=1e-9, atol=1e-12)
 
 
 @full_and_causal

@@ -104,8 +104,10 @@ def attention(
     scale : float, optional
         s > 0; default ``1 / sqrt(d)``.
     tolerance : float or None, optional
-        Largest relative output error of a head, kept with probability 0.95 for each head. A head
-        gets exact attention if no cheaper method meets it. Default 0.1. None: take the result of 64
+        Largest relative output error of a head, kept with probability 0.95 for each head: the norm
+        of the error of all outputs over the norm of the outputs, their mean included. If only their
+        variation matters, subtract the mean value first and add it to the output. A head gets exact
+        attention if no cheaper method meets it. Default 0.1. None: take the result of 64
         clusters, 4 of them exact, if the sequence is long enough for them to be cheaper; causal
         attention is exact.
     rng : int, Generator, SeedSequence or None, optional
@@ -153,7 +155,9 @@ def attention(
 
     Clusters are found from at most 12 m keys: k-means++, then Lloyd steps. Distances are in the
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
-    key's odds to be drawn are proportional to its squared distance to the mean key. Traced arrays
+    key's odds to be drawn are proportional to its squared distance to the mean key. Up to 16 keys
+    become clusters of their own, beside the m: keys whose logits differ most from those of their
+    cluster, and whose values differ most from the mean. Rare queries read such keys. Traced arrays
     have no values to inspect: they get exact attention. So do torch tensors while gradients are
     recorded, as clusters have none: call under ``torch.no_grad()``.
 
@@ -172,7 +176,9 @@ def attention(
     a causal head that passes they are not, as later tokens change which rows are drawn.
 
     The first trial is made only if it takes at most 0.2 of the time of exact attention (causal: of
-    its square). Useless work of a call, of trials and of judging, takes at most a tenth of exact
+    its square). A causal call makes it only if a head that needs no exact clusters would gain, with
+    all its exact rows counted: these have gaps between them, and are no rows of the output. Useless
+    work of a call, of trials and of judging, takes at most a tenth of exact
     attention, plus what other heads save. Other heads and shorter sequences get exact attention
     directly. The squares of a head share its tolerance: their squared errors sum to half of its
     square. Their joint output is judged by fresh rows.
@@ -180,7 +186,10 @@ def attention(
     *Error.* It is always estimated, from rows of exact attention that no choice of clusters
     depends on: a 32nd of all, at least 64 and at most 128 a head, and more if the tolerance needs
     them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the inverse odds.
-    ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean query.
+    ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean query. Outlying
+    queries are exact rows in every case, at most a 32nd of all: their leverages, over the mean, are
+    above ``(1 + sqrt(2 log L / d))^2``, that of the most distant of L normal queries. In causal
+    attention there are none, as later tokens would decide.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a
     probability of 0.95. The bound uses a rule of three: rows that were not drawn count as wrong by
@@ -262,9 +271,15 @@ def _warning(given: Given, heads: list[HeadRecord]) -> str:
     if not exact:
         return ""
     counted = "" if len(exact) == len(heads) else f" for {len(exact)} of {len(heads)} heads"
-    worst_head = max(exact, key=lambda head: head.bound)
+    worst_head, reason = max(exact, key=lambda head: head.bound), "no cheaper way is within it"
+    if worst_head.bound > given.tolerance:
+        # In as many digits as show that it is above.
+        digits = (f"{worst_head.bound:.{n}g}" for n in range(2, 18))
+        bound = next(text for text in digits if float(text) > given.tolerance)
+        reason = (
+            f"the error of clusters was estimated at {worst_head.error:.2g}, but rows that were "
+            f"not computed exactly may make it {bound}"
+        )
     return (
-        f"tolerance={given.tolerance:g} takes exact attention{counted}, in quadratic time: the "
-        f"error of a cheaper way was estimated at {worst_head.error:.2g}, and at most "
-        f"{worst_head.bound:.2g}"
+        f"tolerance={given.tolerance:g} takes exact attention{counted}, in quadratic time: {reason}"
     )

@@ -127,7 +127,7 @@ class Call:
         """
         least = Trial(MIN_FEATURES, (0,), None, ErrorCurve(*np.zeros((4, 1))))
         choices = dict.fromkeys(self._rectangles, Choice(least, 0))
-        num_rows = ceil(4 * MARGIN * -log(1 - PROBABILITY) / tolerance**2)
+        num_rows = min(self._length, ceil(4 * MARGIN * -log(1 - PROBABILITY) / tolerance**2))
         works = self._first, *self._judging(choices, num_rows), self._read(choices)
         most = MAX_PROMISED * (1 + MAX_VAIN) * self._exact_cost
         return bool(cost_of(Work().plus(*works), self._problem) <= most)
@@ -135,9 +135,8 @@ class Call:
     def attend(self) -> tuple[Array, list[HeadRecord]]:
         """Attend to all heads; return a record for each."""
         given, wide = self._given, self._wide
-        fixed = not self._is_causal and given.tolerance is not None
-        args = wide.problem, given.key_mask, given.generator
-        self._tokens = HostTokens(*args, exact_outliers=fixed)
+        self._tokens = HostTokens(wide.problem, given.key_mask, given.generator)
+        self._tokens.has_outliers = not self._is_causal and given.tolerance is not None
         found = [self._head(number) for number in range(given.num_heads)]
         near = [head for head, x in enumerate(found) if x.choices]
         none = [head for head, x in enumerate(found) if not x.choices and x.exact is None]
@@ -229,10 +228,9 @@ class Call:
             ((where, choice),) = choices.items()
             choice, output = self._with_judged_level(index, rows, where, choice)
             choices, exact = {where: choice}, self._like_output(output, first)
-            outliers = self._tokens.outliers
-            if exact is not None and len(outliers):
-                places, parts = np.append(places, outliers), (exact, self._exact(number, outliers)[0])
-                exact = given.problem.xp.concat(parts, axis=0)
+            if exact is not None and len(outliers := self._tokens.outliers):
+                places, also = np.append(places, outliers), self._exact(number, outliers)[0]
+                exact = given.problem.xp.concat([exact, also], axis=0)
             curve = choice.trial.curve
             error, bound = float(curve.error[choice.level]), float(curve.bound[choice.level])
         vain, judged = self._judging(choices, num_rows)

@@ -11,6 +11,7 @@ from linattn.typing import Problem
 __all__ = [
     "ALONE",
     "DRAWS",
+    "LEAST_LOG",
     "LLOYD_STEPS",
     "MAX_PROMISED",
     "MAX_VAIN",
@@ -61,12 +62,15 @@ steps. At 256 pairs a query of 2,048, errors of MiniLM, Whisper and photographs 
 and another never. Half and twice of each change the cost of calls by .05 at most."""
 
 
-ALONE = 32
+ALONE = 16
 """Keys that may be clusters of their own, beside the others: those that rare queries read."""
 
 ROWS = 128
-"""Rows of causal attention that are computed together, if there are gaps between them: from the first
-key to the one of the last row."""
+"""Rows of causal attention, with gaps between them, that are computed together: by all keys up to
+that of the last row."""
+
+LEAST_LOG = -80.0
+"""Smallest log weight that is not clipped: numbers that are not normal take ten times as long."""
 
 
 class Work(NamedTuple):
@@ -120,13 +124,13 @@ class Work(NamedTuple):
 
 TIMES = {
     "exact": (1.0, 0.024),
-    "features": (1.6, 0.024),
-    "judged": (1.5, 0.034),
+    "features": (1.5, 0.022),
+    "judged": (1.2, 0.029),
     "gathered": (0.9, 0.042),
-    "chosen": (6.0, 0.03),
+    "chosen": (4.0, 0.02),
     "distances": (0.6, 0.008),
-    "sampled": (1000.0, 3.0),
-    "visits": (80.0, 1.5),
+    "sampled": (800.0, 2.0),
+    "visits": (50.0, 1.0),
     "heads": (1e6, 0.0),
 }
 """Nanoseconds of each kind of work on a core of an AMD EPYC: a constant, and a slope in ``d + e``,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from linattn.automatic._costs import LEAST_LOG
 from linattn.automatic._fit import TILE, Clusters
-from linattn.automatic._heads import LEAST_LOG
 from linattn.automatic._tokens import Head
 
 __all__ = ["PROBABILITY", "ErrorCurve", "error_curve"]

@@ -71,7 +71,8 @@ class Clusters(NamedTuple):
         alone = _alone(squares, head.values_and_one[:, :-1], len(query), y.shape[-1])
         cell[alone] = m + np.arange(len(alone))
         # Numbers of two bytes are sorted by counting.
-        order = np.argsort(cell.astype(np.uint16 if m + ALONE <= 1 << 16 else np.intp), kind="stable")
+        dtype = np.uint16 if m + ALONE <= 1 << 16 else np.intp
+        order = np.argsort(cell.astype(dtype), kind="stable")
         sizes = np.bincount(cell)
         number = np.cumsum(sizes > 0) - 1
         sizes = sizes[sizes > 0]

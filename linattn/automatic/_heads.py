@@ -11,17 +11,13 @@ from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn._driver.problem import exact_problem
-from linattn.automatic._costs import ROWS
+from linattn.automatic._tokens import HostTokens, Rectangle, Rows, causal_rows, own_index
 from linattn.functional import softmax_attention
-from linattn.feature_maps._clusters import power_of_two
 from linattn.typing import Array, Problem
 
-__all__ = ["Given", "Heads", "Places", "own_index", "rows_of"]
+__all__ = ["Given", "Heads", "Places", "rows_of"]
 
 Places = slice | NDArray[np.intp]
-
-LEAST_LOG = -80.0
-"""Smallest log weight that is not clipped: numbers that are not normal take ten times as long."""
 
 
 class Heads(NamedTuple):
@@ -122,56 +118,30 @@ class Given(NamedTuple):
         whole = rows is None or (isinstance(rows, slice) and rows == slice(0, query.shape[-2]))
         if rows is not None and not whole:
             if options["is_causal"]:
-                return self._causal_rows(np.arange(key.shape[-2])[rows], want_log)
+                places = np.arange(key.shape[-2])[rows]
+                if not want_log and 2 * len(places) > key.shape[-2]:
+                    # All rows take less time than these.
+                    return rows_of(self.problem.xp, self.exact(), places)
+                found = self._causal_rows(places)
+                return found if want_log else found[0]
             query = rows_of(self.problem.xp, query, rows)
         options |= {"scale": self.scale, "return_log_normalizer": want_log}
         return softmax_attention(query, key, value, key_mask=mask, key_bias=bias, **options)
 
-    def _causal_rows(self, places: NDArray[np.intp], want_log: bool) -> Any:
+    def _causal_rows(self, places: NDArray[np.intp]) -> tuple[Array, Array]:
         """Return some rows of causal attention: on the host, as a mask of pairs is slow elsewhere.
 
         O(h S (d + e)) time for h rows, O(ROWS S) memory a head.
         """
-        problem, xp = self.problem, self.problem.xp
-        if 2 * len(places) > problem.query.shape[-2]:
-            # All rows take less time than these.
-            output, log = self.exact(want_log=True)
-            output, log = rows_of(xp, output, places), rows_of(xp, log[..., None], places)[..., 0]
-            return (output, log) if want_log else output
-        heads = self.heads
-        wide = (xp.astype(x, problem.dtype) for x in (heads.query, heads.key, heads.value))
-        query, key, value = map(_arrays.to_numpy, wide)
-        weights = np.zeros((1, 1), key.dtype)
-        if heads.key_bias is not None:
-            weights = weights + _arrays.to_numpy(xp.astype(heads.key_bias, problem.dtype))
-        if heads.key_mask is not None:
-            weights = np.where(_arrays.to_numpy(heads.key_mask), weights, -np.inf)
-        weights = np.broadcast_to(weights, (*weights.shape[:-1], key.shape[-2]))[..., None, :]
-        seen = np.swapaxes(weights > -np.inf, -1, -2)
-        key, value = np.where(seen, key, 0), np.where(seen, value, 0)
-        # In units of 1 no sum leaves the range.
-        unit = power_of_two(np.abs(value).max(initial=0)).astype(value.dtype)
-        lead, h, e = problem.lead, len(places), value.shape[-1]
-        outputs, logs = np.zeros((*lead, h, e), key.dtype), np.zeros((*lead, h), key.dtype)
-        for start in range(0, h, ROWS):
-            rows = places[start : start + ROWS]
-            first, stop, part = rows[0], rows[-1] + 1, slice(start, start + ROWS)
-            x = query[..., rows, :] * key.dtype.type(self.scale)
-            logits = x @ np.swapaxes(key[..., :stop, :], -1, -2) + weights[..., :stop]
-            hidden = np.arange(first, stop) > rows[:, None]
-            np.copyto(logits[..., first:], -np.inf, where=hidden)
-            top = logits.max(axis=-1, keepdims=True)
-            logits -= np.where(top > -np.inf, top, 0)
-            np.copyto(logits, -np.inf, where=logits < LEAST_LOG)
-            total = np.exp(logits, out=logits).sum(axis=-1, keepdims=True)
-            found = logits @ (value[..., :stop, :] / unit) / np.where(total > 0, total, 1)
-            outputs[..., part, :] = found * unit
-            with np.errstate(divide="ignore"):
-                logs[..., part] = (np.log(total) + top)[..., 0]
-        device = array_api_compat.device(heads.query)
-        output, log = (_arrays.device_array(x, xp, problem.dtype, device) for x in (outputs, logs))
-        output = xp.astype(output, heads.query.dtype)
-        return (output, log) if want_log else output
+        wide, lead = self.with_bias_in_keys(), self.problem.lead
+        tokens = HostTokens(wide.problem, wide.key_mask, self.generator)
+        rows, where = Rows(places, None), Rectangle(*2 * (0, self.problem.query.shape[-2]))
+        heads = (tokens.head(self.unravel(i), rows, where) for i in range(self.num_heads))
+        found = np.stack([causal_rows(head, self.scale) for head in heads])
+        found, xp = found.reshape(*lead, *found.shape[-2:]), self.problem.xp
+        device = array_api_compat.device(self.problem.query)
+        whole = _arrays.device_array(found, xp, self.problem.dtype, device)
+        return xp.astype(whole[..., :-1], self.problem.query.dtype), whole[..., -1]
 
 
 def rows_of(xp: Any, x: Array, rows: Places) -> Array:
@@ -180,11 +150,3 @@ def rows_of(xp: Any, x: Array, rows: Places) -> Array:
         return x[..., rows, :]
     index = xp.asarray(rows, device=array_api_compat.device(x))
     return xp.take(x, index, axis=-2)
-
-
-def own_index(
-    lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the index of a head in leading axes that are broadcast."""
-    where = index[len(lead) - len(axes) :]
-    return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays
-from linattn.automatic._heads import own_index
+from linattn.automatic._costs import LEAST_LOG, ROWS
 from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
-__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "about_mean", "draw"]
+__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "about_mean", "causal_rows", "draw"]
 
 Floats = NDArray[Any]
 
@@ -115,20 +115,15 @@ class HostTokens:
         As the caller gave it. If L = S, it masks queries too.
     generator : Generator
         Draws the rows.
-    exact_outliers : bool
-        Whether outliers among the queries are exact in every case, so that they judge nothing.
     """
 
+    has_outliers = False
+    """Whether outliers are no rows, as they are exact in every case."""
+
     def __init__(
-        self,
-        problem: Problem,
-        key_mask: Array | None,
-        generator: np.random.Generator,
-        *,
-        exact_outliers: bool = False,
+        self, problem: Problem, key_mask: Array | None, generator: np.random.Generator
     ) -> None:
         self.lead, self._generator = problem.lead, generator
-        self._exact_outliers = exact_outliers
         self._query, self._key, self._value = (
             _host(x, problem) for x in (problem.query, problem.key, problem.value)
         )
@@ -171,7 +166,7 @@ class HostTokens:
         """Draw rows of a head, ascending, and their weights; all rows if they are no more.
 
         Queries are drawn in the order of their odds, so that rare ones are even if they are few.
-        ``outliers`` are then those of this head.
+        Sets ``outliers``, the positions of the queries that are rarer than any drawn ones.
         """
         valid = np.flatnonzero(_of_head(self._valid, self.lead, index, 1))
         if len(valid) <= num_rows:
@@ -181,11 +176,10 @@ class HostTokens:
             query = _of_head(self._query, self.lead, index, 2).take(valid, axis=0)
             odds = (1 + _leverage(query)) / 2
             order = np.argsort(odds, kind="stable")
-            last = len(order)
-            if self._exact_outliers:
-                # The leverage of the most distant of as many normal queries, over the mean. One that
-                # reads a single key is beyond it, unless all attend sharply.
-                far = (1 + (2 * np.log(last) / query.shape[-1]) ** 0.5) ** 2
+            # The leverage of the most distant of as many normal queries, over the mean. A query
+            # that reads a single key is beyond it, unless all attend sharply.
+            last, far = len(order), (1 + (2 * np.log(len(order)) / query.shape[-1]) ** 0.5) ** 2
+            if self.has_outliers:
                 last -= min(int(np.sum(odds > (1 + far) / 2)), last // MAX_OUTLIERS)
             self.outliers = np.sort(valid[order[last:]])
             self._line = index, odds / odds[order[:last]].mean(), order[:last]
@@ -232,3 +226,32 @@ def _host(x: Array, problem: Problem) -> Floats:
 
 def _of_head(x: Floats, lead: tuple[int, ...], index: tuple[int, ...], trailing: int) -> Floats:
     return np.asarray(x[own_index(lead, index, x.shape[: x.ndim - trailing])])
+
+
+def causal_rows(head: Head, scale: float) -> Floats:
+    """Return the exact outputs of causal rows and their log normalizers, ``(h, e + 1)``."""
+    query, found = scale * head.query, np.empty((len(head.query), head.values_and_one.shape[-1]))
+    for start in range(0, len(query), ROWS):
+        part = slice(start, start + ROWS)
+        rows = head.rows.places[part]
+        first, stop = np.searchsorted(head.positions, [rows[0], rows[-1] + 1])
+        logits = query[part] @ head.key[:stop].T
+        hidden = head.positions[first:stop] > rows[:, None]
+        np.copyto(logits[:, first:], -np.inf, where=hidden)
+        top = np.maximum(logits.max(axis=-1, keepdims=True, initial=-np.inf), -1e30)
+        logits -= top
+        np.copyto(logits, -np.inf, where=logits < LEAST_LOG)
+        total = np.exp(logits, out=logits).sum(axis=-1, keepdims=True)
+        logits /= np.maximum(total, 1)
+        found[part] = logits @ head.values_and_one[:stop]
+        with np.errstate(divide="ignore"):
+            found[part, -1:] = np.log(total) + top
+    return found
+
+
+def own_index(
+    lead: tuple[int, ...], index: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the index of a head in leading axes that are broadcast."""
+    where = index[len(lead) - len(axes) :]
+    return tuple(0 if n == 1 else i for i, n in zip(where, axes, strict=True))
