@@ -551,7 +551,7 @@ def test_own_keys_that_clusters_miss_count_though_their_rows_were_not_drawn():
 
 @pytest.mark.parametrize(("seed", "first"), [(0, 0), (0, 1000), (8, 0)])
 def test_rare_retrieval_is_within_the_tolerance(seed, first):
-    """Queries that read single keys, a few with larger values or 2 % of all; in cross attention too.
+    """Queries that read single keys: a few with larger values, or 2 % of all.
 
     Before keys were clusters of their own, and outlying queries exact, a fifth of the approximate
     heads were above the tolerance, and most heads exact.

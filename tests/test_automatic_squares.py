@@ -143,7 +143,7 @@ def test_what_is_near_only_where_it_was_chosen_by_is_not_taken(monkeypatch, over
 
     monkeypatch.setattr(_costs, "MAX_SEARCH", 0.5)
     monkeypatch.setattr(_call, "MAX_VAIN", 2.0)
-    monkeypatch.setattr(_call, "MAX_PROMISED", 2.0)
+    monkeypatch.setattr(_call, "MAX_PROMISED", 4.0)
     monkeypatch.setattr(_call.Call, "_exact", watched)
     monkeypatch.setattr(_call.Call, "_choose", choose)
     monkeypatch.setattr(_call, "attend", attend)
@@ -190,7 +190,7 @@ def test_long_sequences_meet_the_tolerance_in_squares(monkeypatch):
     """Sharp heads, for which few clusters are not near: exact clusters, and one report."""
     monkeypatch.setattr(_costs, "MAX_SEARCH", 0.5)
     monkeypatch.setattr(_call, "MAX_VAIN", 2.0)
-    monkeypatch.setattr(_call, "MAX_PROMISED", 1.2)
+    monkeypatch.setattr(_call, "MAX_PROMISED", 4.0)
     rng = np.random.default_rng(3)
     centres = rng.standard_normal((2, 40, 8))
     which = rng.integers(40, size=6000)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from linattn import _arrays
 from linattn.automatic._costs import (
+    CALLS,
     MAX_PROMISED,
     MAX_VAIN,
     MIN_FEATURES,
@@ -290,8 +291,7 @@ class Call:
         work = Work(exact=self._exact_cost)
         for where, choice in choices.items():
             problem = self._rectangles[where]
-            calls = 3.0 if self._is_causal else 0.0
-            rest = Work(exact=-exact_pairs(problem), heads=calls)
+            rest = Work(exact=-exact_pairs(problem), heads=CALLS * self._is_causal)
             work = work.plus(choice.work(problem), rest)
         return work
 
