@@ -178,9 +178,9 @@ class HostTokens:
             order = np.argsort(odds, kind="stable")
             # The leverage of the most distant of as many normal queries, over the mean. A query
             # that reads a single key is beyond it, unless all attend sharply.
-            last, far = len(order), (1 + (2 * np.log(len(order)) / query.shape[-1]) ** 0.5) ** 2
+            last, most = len(order), (1 + (2 * np.log(len(order)) / query.shape[-1]) ** 0.5) ** 2
             if self.has_outliers:
-                last -= min(int(np.sum(odds > (1 + far) / 2)), last // MAX_OUTLIERS)
+                last -= min(int(np.sum(odds > (1 + most) / 2)), last // MAX_OUTLIERS)
             self.outliers = np.sort(valid[order[last:]])
             self._line = index, odds / odds[order[:last]].mean(), order[:last]
         _, odds, order = self._line
