@@ -156,8 +156,8 @@ def attention(
     Clusters are found from at most 12 m keys: k-means++, then Lloyd steps. Distances are in the
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
     key's odds to be drawn are proportional to its squared distance to the mean key. Up to 16 keys
-    become clusters of their own, beside the m: keys whose logits differ most from those of their
-    cluster, and whose values differ most from the mean. Rare queries read such keys. Traced arrays
+    become clusters of their own, beside the m: keys whose logits differ most from their
+    cluster's, and whose values differ most from the mean. Rare queries read such keys. Traced arrays
     have no values to inspect: they get exact attention. So do torch tensors while gradients are
     recorded, as clusters have none: call under ``torch.no_grad()``.
 
@@ -188,7 +188,7 @@ def attention(
     them. They are drawn with odds ``1 / 2 + l_i / (2 mean l)`` and weighed by the inverse odds.
     ``l_i = x_i.((X^T X)^-1 x_i)`` is the leverage of x_i, the query less the mean query. Outlying
     queries are exact rows in every case, at most a 32nd of all: their leverages, over the mean, are
-    above ``(1 + sqrt(2 log L / d))^2``, that of the most distant of L normal queries. In causal
+    above ``(1 + sqrt(2 log L / d))^2``, which the most distant of L normal queries has. In causal
     attention there are none, as later tokens would decide.
 
     The tolerance is compared with the ``bound`` of :func:`linattn.diagnostics.held_out_error` at a

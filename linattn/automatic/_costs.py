@@ -64,14 +64,14 @@ and another never. Half and twice of each change the cost of calls by .05 at mos
 
 
 ALONE = 16
-"""Keys that may be clusters of their own, beside the others: those that rare queries read."""
+"""Keys that may be clusters of their own, beside the others: rare queries may read them."""
 
 ROWS = 128
 """Rows of causal attention, with gaps between them, that are computed together: by all keys up to
-that of the last row."""
+the last row."""
 
 CALLS = 8.0
-"""Time of the calls and copies that a square of causal attention brings, in that of a head. Without
+"""Time of the calls and copies that a square of causal attention brings, in units of a head. Without
 it calls of 8,192 tokens that took 1.15 of exact attention counted as .91; with it, as 1.2."""
 
 LEAST_LOG = -80.0

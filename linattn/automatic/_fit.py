@@ -106,10 +106,10 @@ class Clusters(NamedTuple):
 def _alone(squares: Floats, values: Floats, num_queries: int, d: int) -> NDArray[np.intp]:
     """Return the keys whose cluster may do most damage in their place.
 
-    The logits of key j less those of its cluster have a mean square over queries: ``squares``.
+    The logits of key j less its cluster's have a mean square over queries: ``squares``.
     For the most distant of L normal queries they are ``r_j = sqrt(2 log L squares_j)``. So the
-    damage is ``exp(r_j) |v_j - v'|``. The usual one is that of the mean distance of a value, and of
-    the most distant of S normal keys.
+    damage is ``exp(r_j) |v_j - v'|``. The usual damage has the mean distance of a value, and the
+    most distant of S normal keys.
     """
     apart = values - values.mean(axis=0)
     sizes = (x.astype(np.float64) for x in (np.vecdot(apart, apart), squares))
