@@ -157,8 +157,8 @@ def attention(
     covariance of the queries: the variance over queries of the difference of two logits. Half of a
     key's odds to be drawn are proportional to its squared distance to the mean key. Up to 16 keys
     become clusters of their own, beside the m: keys whose logits differ most from their
-    cluster's, and whose values differ most from the mean. Rare queries read such keys. Traced arrays
-    have no values to inspect: they get exact attention. So do torch tensors while gradients are
+    cluster's, and whose values differ most from the mean. Rare queries read such keys. Traced
+    arrays have no values to inspect: they get exact attention. So do torch tensors while gradients are
     recorded, as clusters have none: call under ``torch.no_grad()``.
 
     *Causal attention* is divided into squares. The later half of the queries sees all keys of the
