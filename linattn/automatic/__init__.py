@@ -158,8 +158,8 @@ def attention(
     key's odds to be drawn are proportional to its squared distance to the mean key. Up to 16 keys
     become clusters of their own, beside the m: keys whose logits differ most from their
     cluster's, and whose values differ most from the mean. Rare queries read such keys. Traced
-    arrays have no values to inspect: they get exact attention. So do torch tensors while gradients are
-    recorded, as clusters have none: call under ``torch.no_grad()``.
+    arrays have no values to inspect: they get exact attention. So do torch tensors while gradients
+    are recorded, as clusters have none: call under ``torch.no_grad()``.
 
     *Causal attention* is divided into squares. The later half of the queries sees all keys of the
     earlier half. That square is full attention, with clusters found from the earlier half only.
