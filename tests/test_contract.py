@@ -204,7 +204,7 @@ DEFECTS = [
     ("name", "function", "message"), DEFECTS, ids=[case[1].__name__ for case in DEFECTS]
 )
 def test_a_defect_is_found_and_placed(name, function, message):
-    report = check_backend(backend(**{name: function}), num_problems=30)
+    report = check_backend(backend(**{name: function}), num_problems=30, on_fail="return")
     failed = [row for row in report.rows if row.result == "FAILED"]
     assert [row.check for row in failed] == ["names" if name == "reed_block" else name]
     assert re.search(message, failed[0].detail), failed[0].detail

@@ -1,8 +1,10 @@
 """Assertions for feature maps, samplers and attention functions, yours or linattn's.
 
 Is my feature map unbiased? Is the variance as claimed? Does nothing leak from later tokens? Each
-function here raises AssertionError with its name and the numbers that it found, or returns
-:class:`Evidence`. Use them with or without pytest.
+``assert_*`` raises AssertionError with its name and the numbers that it found, or returns
+:class:`Evidence`. Each ``check_*`` and battery makes a table: it raises :class:`CheckFailedError`, an
+AssertionError, if a row failed; ``on_fail="return"`` returns the report instead. Use them with or
+without pytest.
 
 Random tests take ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0: the same draws
 each time. Thresholds follow from exact variances, with proofs. If no valid test exists,
@@ -23,7 +25,7 @@ if find_spec("hypothesis") is None:
 
 from linattn.testing import batteries, moments, statistics, strategies
 from linattn.testing._draws import standard_pairs
-from linattn.testing._evidence import Evidence, UntestableError
+from linattn.testing._evidence import CheckFailedError, Evidence, UntestableError
 from linattn.testing.arrays import (
     assert_inputs_unchanged,
     assert_namespace_preserved,
@@ -54,6 +56,7 @@ from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query
 
 __all__ = [
     "BackendReport",
+    "CheckFailedError",
     "Evidence",
     "RecurrenceLayout",
     "RecurrenceReport",

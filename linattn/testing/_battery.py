@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from linattn.testing._evidence import Evidence
 from linattn.testing._means import Noise
-from linattn.testing.check import SKIPPED, Report, row_of
+from linattn.testing.check import SKIPPED, Report, check_on_fail, row_of, settled
 from linattn.testing.estimators import assert_draws
 
 __all__ = ["BatteryReport", "Check", "arity_of", "assert_stated", "run", "title_of", "weakest"]
@@ -54,13 +54,9 @@ class BatteryReport(Report):
 
 def run(title: str, checks: Sequence[Check], false_alarm: float, on_fail: str) -> BatteryReport:
     """Make a report of all checks, and raise it if one failed and that was asked for."""
-    if on_fail not in ("raise", "return"):
-        message = f"on_fail must be 'raise' or 'return', got {on_fail!r}"
-        raise ValueError(message)
+    check_on_fail(on_fail)
     report = BatteryReport(title, tuple(row_of(*check) for check in checks), false_alarm)
-    if on_fail == "raise" and not report.passed:
-        raise AssertionError(str(report))
-    return report
+    return settled(report, on_fail)
 
 
 def title_of(battery: str, draw: Any) -> str:

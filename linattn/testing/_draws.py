@@ -28,6 +28,7 @@ __all__ = [
     "check_map_or",
     "checked_features",
     "feature_products",
+    "has_negative_features",
     "has_positions",
     "lead_axes",
     "need_one_denominator",
@@ -223,6 +224,13 @@ def lead_axes(feature_map: Any, dim: int) -> tuple[int, ...]:
     """Leading axes of a map's own parameters (heads), () for most maps."""
     log, values = checked_features(feature_map, "key_features", np.zeros((1, dim)))
     return tuple(np.shape(log if values is None else values)[:-2])
+
+
+def has_negative_features(feature_map: Any, dim: int) -> bool:
+    """Whether some features of moderate vectors are negative, so that sums of them may cancel."""
+    x = np.random.default_rng(0).standard_normal((33, dim))
+    sides = (checked_features(feature_map, f"{side}_features", x) for side in ("query", "key"))
+    return any(f.values is not None and np.nanmin(on_host(f.values)) < 0 for f in sides)
 
 
 def has_positions(feature_map: Any, dim: int) -> bool:

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from linattn import _arrays
 
 __all__ = [
+    "CheckFailedError",
     "Evidence",
     "MalformedFeaturesError",
     "UntestableError",
@@ -38,6 +39,27 @@ class UntestableError(ValueError):
     ...     print("num_draws is too small" in str(error))
     True
     """
+
+
+class CheckFailedError(AssertionError):
+    """A check of a table failed: the message is the whole table, ``error.report`` the report.
+
+    Examples
+    --------
+    >>> from linattn.testing import CheckFailedError, check_recurrence
+    >>> def kernel(query, key, value, **gates):
+    ...     return value, None
+    >>> try:
+    ...     check_recurrence(kernel, update_rule="linear")
+    ... except CheckFailedError as error:
+    ...     print(error.report.passed, error.report.rows[0].check)
+    False golden
+    """
+
+    @property
+    def report(self) -> Any:
+        """What the function would have returned with ``on_fail="return"``."""
+        return self.args[0]
 
 
 class MalformedFeaturesError(TypeError):

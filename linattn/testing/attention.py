@@ -1,8 +1,10 @@
 """What must hold of attention whatever the numbers are: nothing here is left to chance.
 
 Every assertion takes a feature map, which :func:`linattn.linear_attention` then runs, or the user's
-own ``attention(query, key, value, **options)`` with the options named there. Inputs are float64
-NumPy, drawn from ``rng``; differences are compared with ``rtol`` times the largest output.
+own ``attention(query, key, value, **options)`` with the options named there. Inputs are NumPy
+arrays, drawn from ``rng``, of every length, number of heads and dtype asked for; the result says
+which. Differences are compared with ``rtol`` times the largest output. In float32 tokens have a size
+of at most 8.
 
 Letters: ``L`` tokens, ``d`` dim, ``e`` value dim.
 """
@@ -10,8 +12,9 @@ Letters: ``L`` tokens, ``d`` dim, ``e`` value dim.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,13 @@ from numpy.typing import NDArray
 import linattn
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
-from linattn.testing._draws import check_map_or, feature_products, has_positions, lead_axes
+from linattn.testing._draws import (
+    check_map_or,
+    feature_products,
+    has_negative_features,
+    has_positions,
+    lead_axes,
+)
 from linattn.testing._evidence import Evidence, assert_close, check_not_empty, on_host
 from linattn.typing import Array, FeatureMap
 
@@ -40,48 +49,124 @@ Attention = Callable[..., Array]
 """``attention(query, key, value, **options) -> output``, arrays ``(..., L, d)``."""
 
 
+LENGTHS, HEADS, DTYPES = (33, 70, 333), (0, 3), ("float64", "float32")
+"""What every assertion tries: more than a block of 64, of 128 and of 256, and no whole blocks."""
+
+RTOL = {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2}
+
+LARGEST = 8.0
+"""Size of tokens in fewer than 64 bits, at most: products of exponentials are finite."""
+
+
 class _Case:
     """The attention under test, and inputs that suit it."""
 
     def __init__(
         self,
+        check: str,
         feature_map: FeatureMap | None,
         attention: Attention | None,
-        rng: Seed,
-        length: int,
-        size: float = 0.5,
+        rng: np.random.Generator,
+        *shape: Any,
+        rtol: float | None,
     ) -> None:
-        if feature_map is None and attention is None:
-            message = "want a feature_map, or attention= (query, key, value, **options)"
-            raise TypeError(message)
-        check_map_or(feature_map, "attention", attention, "(query, key, value, **options)")
-        if isinstance(length, int) and length < 2:
-            message = f"length must be at least 2 tokens, got {length}"
-            raise ValueError(message)
-        _checks.check_positive_int("length", length)
-        self.feature_map = feature_map
-        self.attention = attention
-        self.rng = as_generator(rng)
+        self.check, self.feature_map, self.attention, self.rng = check, feature_map, attention, rng
+        self.length, self.lead, self.dtype = shape
+        self.rtol = RTOL[self.dtype] if rtol is None else rtol
+        if self.dtype != "float64":
+            self.rtol = max(self.rtol, RTOL[self.dtype])
         self.dim = getattr(feature_map, "dim", None) or 4
-        self.lead = () if feature_map is None else lead_axes(feature_map, self.dim)
-        self.query, self.key = self.normal(length, size), self.normal(length, size)
-        self.value = self.normal(length, 1.0, 3)
+        self.query, self.key = self.normal(self.length, 0.5), self.normal(self.length, 0.5)
+        self.value = self.normal(self.length, 1.0, 3)
 
-    def normal(self, length: int, size: float, width: int | None = None) -> Floats:
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        return self.query, self.key, self.value
+
+    @property
+    def what(self) -> str:
+        """Length, heads and dtype, in words."""
+        return f"{self.length} tokens, heads {self.lead}, {self.dtype}"
+
+    def normal(self, length: int, size: float, width: int | None = None) -> Any:
         shape = (2, *self.lead, length, self.dim if width is None else width)
-        return size * self.rng.standard_normal(shape)
+        size = size if self.dtype == "float64" else min(size, LARGEST)
+        return (size * self.rng.standard_normal(shape)).astype(self.dtype)
 
     def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
         if self.attention is not None:
-            return self.attention(query, key, value, **options)
+            try:
+                return self.attention(query, key, value, **options)
+            except Exception as error:
+                error.add_note(f"attention was given {self.what}; heads=[0] leaves heads out")
+                raise
         with warnings.catch_warnings():
             # Inputs are drawn for what must hold of every output, whatever its denominator.
             warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
             return linattn.linear_attention(query, key, value, self.feature_map, **options)  # type: ignore[arg-type]
 
+    def close(self, what: str, actual: Any, expected: Any) -> None:
+        assert_close(self.check, f"{what} ({self.what})", actual, expected, self.rtol)
+
     @property
     def has_positions(self) -> bool:
         return self.feature_map is not None and has_positions(self.feature_map, self.dim)
+
+
+def _cases(
+    check: str,
+    feature_map: FeatureMap | None,
+    attention: Attention | None,
+    rng: Seed,
+    length: int | Sequence[int],
+    heads: Sequence[int],
+    dtype: str | Sequence[str],
+    rtol: float | None,
+) -> list[_Case]:
+    """Inputs of every length with every number of heads in every dtype."""
+    if feature_map is None and attention is None:
+        message = "want a feature_map, or attention= (query, key, value, **options)"
+        raise TypeError(message)
+    check_map_or(feature_map, "attention", attention, "(query, key, value, **options)")
+    lengths = list(length) if isinstance(length, Sequence) else [length]
+    dtypes = [dtype] if isinstance(dtype, str) else list(dtype)
+    for name, values in (("length", lengths), ("heads", heads), ("dtype", dtypes)):
+        check_not_empty(name, values)
+    for number in lengths:
+        if isinstance(number, int) and number < 2:
+            message = f"length must be at least 2 tokens, got {number}"
+            raise ValueError(message)
+        _checks.check_positive_int("length", number)
+    for name in dtypes:
+        if name not in RTOL:
+            message = f"dtype must be of {', '.join(RTOL)}, got {name!r}"
+            raise ValueError(message)
+    leads: Sequence[tuple[int, ...]] = [(number,) if number else () for number in heads]
+    if feature_map is not None:
+        dim = getattr(feature_map, "dim", None) or 4
+        own = lead_axes(feature_map, dim)
+        leads = [own] if own else leads
+        if length == LENGTHS:
+            most = getattr(feature_map, "max_length", None) or LENGTHS[-1]
+            lengths = sorted({min(number, most) for number in lengths})
+        # Where features cancel, rounding errors of float32 have no bound of use.
+        if dtype == DTYPES and attention is None and has_negative_features(feature_map, dim):
+            dtypes = ["float64"]
+    generator = as_generator(rng)
+    return [
+        _Case(check, feature_map, attention, generator, *shape, rtol=rtol)
+        for shape in product(lengths, leads, dtypes)
+    ]
+
+
+def _evidence(what: str, cases: list[_Case]) -> Evidence:
+    """Say what was shown, and at which lengths, heads and dtypes."""
+    lengths, heads, dtypes = (
+        ", ".join(dict.fromkeys(str(value) for value in values))
+        for values in zip(*((c.length, *(c.lead or (0,)), c.dtype) for c in cases), strict=True)
+    )
+    tried = f"{lengths} tokens; heads {heads}; {dtypes}"
+    return Evidence(cases[0].check, f"{what}: {tried}", 0.0, max(case.rtol for case in cases))
 
 
 @_arrays.on_array_device
@@ -90,8 +175,10 @@ def assert_causal(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 30.0),
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that changing token t changes no output before t.
@@ -105,10 +192,16 @@ def assert_causal(
     magnitudes : tuple of float, optional
         Size of the tokens that replace the later ones. Large ones find shifts and scales that
         depend on the future. Default (0.5, 30).
-    length : int, optional
-        L. Default 33.
+    length : int or sequence of int, optional
+        L. Default (33, 70, 333), at most the map's ``max_length``.
+    heads : sequence of int, optional
+        Heads between batch and length; 0 for no such axis. Default (0, 3). A map with axes of its
+        own has only these.
+    dtype : {"float64", "float32", "float16"} or sequence of them, optional
+        Of the inputs. Default float64 and float32; float64 alone for a map with negative features,
+        whose sums may cancel.
     rtol : float, optional
-        Default 1e-9.
+        Default 1e-9; in float32 at least 1e-3, in float16 at least 0.03.
     rng : int, Generator, SeedSequence or None, optional
         Default 0.
 
@@ -123,11 +216,13 @@ def assert_causal(
     TypeError
         Neither a map nor an attention.
     ValueError
-        Fewer than 2 tokens, an ``rtol`` outside (0, 1), an empty list of what to try.
+        Fewer than 2 tokens, an unknown dtype, an ``rtol`` outside (0, 1), an empty list of what to
+        try.
 
     Notes
     -----
-    Tokens are replaced from position 1, L / 2 and L - 1 on. Time of seven calls.
+    Tokens are replaced from position 1, L / 2, 3 L / 4 and L - 1 on, and from the borders of blocks
+    of 64, 128 and 256. Up to 15 calls for each length, number of heads and dtype.
 
     Examples
     --------
@@ -137,21 +232,20 @@ def assert_causal(
     >>> evidence.check
     'assert_causal'
     """
-    check = "assert_causal"
     check_not_empty("magnitudes", magnitudes)
-    case = _Case(feature_map, attention, rng, length)
-    whole = on_host(case.attend(case.query, case.key, case.value, is_causal=True))
-    cuts = sorted({1, length // 2, length - 1})
-    for cut in cuts:
-        for size in magnitudes:
+    cases = _cases("assert_causal", feature_map, attention, rng, length, heads, dtype, rtol)
+    for case in cases:
+        n, whole = case.length, on_host(case.attend(*case.arrays, is_causal=True))
+        cuts = {1, n // 2, 3 * n // 4, n - 1} | {cut for cut in (64, 128, 256) if cut < n}
+        for cut, size in product(sorted(cuts), magnitudes):
             changed = []
-            for array in (case.query, case.key, case.value):
-                later = case.normal(length - cut, size, array.shape[-1])
+            for array in case.arrays:
+                later = case.normal(n - cut, size, array.shape[-1])
                 changed.append(np.concatenate([array[..., :cut, :], later], axis=-2))
             output = on_host(case.attend(*changed, is_causal=True))
             what = f"outputs before token {cut}, later tokens replaced by others of size {size:g}"
-            assert_close(check, what, output[..., :cut, :], whole[..., :cut, :], rtol)
-    return Evidence(check, f"tokens from {cuts} on replaced, sizes {[*magnitudes]}", 0.0, rtol)
+            case.close(what, output[..., :cut, :], whole[..., :cut, :])
+    return _evidence(f"later tokens replaced, sizes {[*magnitudes]}", cases)
 
 
 @_arrays.on_array_device
@@ -160,8 +254,10 @@ def assert_streaming(
     *,
     attention: Attention | None = None,
     step: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that one token at a time, chunks and the whole sequence give the same.
@@ -176,7 +272,7 @@ def assert_streaming(
     step : callable, optional
         Your own ``step(query, key, value, state) -> (output, state)`` of one token,
         ``(..., d)``; the first state is None. Needed with ``attention`` alone.
-    length, rtol, rng
+    length, heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -200,30 +296,29 @@ def assert_streaming(
     >>> evidence.check
     'assert_streaming'
     """
-    check = "assert_streaming"
-    case = _Case(feature_map, attention, rng, length)
+    cases = _cases("assert_streaming", feature_map, attention, rng, length, heads, dtype, rtol)
     if step is None and feature_map is None:
         message = "want step= (query, key, value, state) beside attention="
         raise TypeError(message)
-    arrays = (case.query, case.key, case.value)
-    whole = on_host(case.attend(*arrays, is_causal=True))
-    if feature_map is not None and attention is None:
-        for size in (1, 7, length):
-            parts = case.attend(*arrays, is_causal=True, chunk_size=size)
-            assert_close(check, f"chunks of {size} against the whole", parts, whole, rtol)
-        _assert_joined(check, case, whole, rtol)
-    state: Any = None
-    if step is None:
-        known: Any = feature_map
-        state = linattn.init_state(known, 3, batch_shape=case.value.shape[:-2], like=case.key)
-        step = partial(_decode_step, known)
-    outputs = []
-    for t in range(length):
-        query, key, value = (array[..., t, :] for array in arrays)
-        output, state = step(query, key, value, state)
-        outputs.append(on_host(output))
-    assert_close(check, "steps against the whole", np.stack(outputs, axis=-2), whole, rtol)
-    return Evidence(check, f"{length} tokens: steps, chunks and whole agree", 0.0, rtol)
+    for case in cases:
+        whole = on_host(case.attend(*case.arrays, is_causal=True))
+        if feature_map is not None and attention is None:
+            for size in (1, 7, case.length) if case.length < 100 else (64, case.length):
+                parts = case.attend(*case.arrays, is_causal=True, chunk_size=size)
+                case.close(f"chunks of {size} against the whole", parts, whole)
+            _assert_joined(case, whole)
+        state: Any = None
+        take = step
+        if take is None:
+            known: Any = feature_map
+            state = linattn.init_state(known, 3, batch_shape=case.value.shape[:-2], like=case.key)
+            take = partial(_decode_step, known)
+        outputs = []
+        for t in range(case.length):
+            output, state = take(*(array[..., t, :] for array in case.arrays), state)
+            outputs.append(on_host(output))
+        case.close("steps against the whole", np.stack(outputs, axis=-2), whole)
+    return _evidence("steps, chunks and whole agree", cases)
 
 
 def _decode_step(
@@ -232,14 +327,13 @@ def _decode_step(
     return linattn.decode_step(query, key, value, state, feature_map)
 
 
-def _assert_joined(check: str, case: _Case, whole: Floats, rtol: float) -> None:
+def _assert_joined(case: _Case, whole: Floats) -> None:
     cut = whole.shape[-2] // 2
-    arrays = (case.query, case.key, case.value)
-    head, tail = ([a[..., part, :] for a in arrays] for part in (slice(cut), slice(cut, None)))
+    head, tail = ([a[..., part, :] for a in case.arrays] for part in (slice(cut), slice(cut, None)))
     first, state = case.attend(*head, is_causal=True, return_state=True)
     rest = case.attend(*tail, is_causal=True, initial_state=state)
     joined = np.concatenate([on_host(first), on_host(rest)], axis=-2)
-    assert_close(check, "two calls joined by a state against the whole", joined, whole, rtol)
+    case.close("two calls joined by a state against the whole", joined, whole)
 
 
 @_arrays.on_array_device
@@ -247,9 +341,12 @@ def assert_mask_is_slice(
     feature_map: FeatureMap | None = None,
     *,
     attention: Attention | None = None,
+    is_causal: bool = False,
     garbage: tuple[float, ...] = (1e3, np.nan),
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that masked keys and values contribute nothing, as if they had been cut out.
@@ -259,10 +356,13 @@ def assert_mask_is_slice(
     feature_map : FeatureMap, optional
         Run with ``linear_attention(..., key_mask=mask)``.
     attention : callable, optional
-        Your own, called with and without ``key_mask=``, ``(L,)`` boolean, True = attend.
+        Your own, called with and without ``key_mask=``, ``(L,)`` boolean, True = attend; also with
+        ``is_causal=True`` if that is asked for.
+    is_causal : bool, optional
+        Compare the outputs of tokens that are not masked, in causal attention. Default False.
     garbage : tuple of float, optional
         What masked keys and values hold. Default (1000, NaN).
-    length, rtol, rng
+    length, heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -280,7 +380,9 @@ def assert_mask_is_slice(
 
     Notes
     -----
-    A map whose features depend on the position keeps its first keys, others a random half.
+    Masked are a random half, the last half, all but the last key, the first half, the first 64, 128
+    and 256 keys (a first block that is masked whole) and a run in the middle; for a map whose
+    features depend on the position only the last half.
 
     Examples
     --------
@@ -290,23 +392,41 @@ def assert_mask_is_slice(
     >>> evidence.check
     'assert_mask_is_slice'
     """
-    check = "assert_mask_is_slice"
+    is_causal = _checks.check_flag("is_causal", is_causal)
     check_not_empty("garbage", garbage)
-    case = _Case(feature_map, attention, rng, length)
-    keep = case.rng.random(length) < 0.5
-    keep[:2] = True, False
+    cases = _cases("assert_mask_is_slice", feature_map, attention, rng, length, heads, dtype, rtol)
+    options = {"is_causal": True} if is_causal else {}
+    for case in cases:
+        for name, keep in _masks(case).items():
+            rows = keep if is_causal else slice(None)
+            cut_out = (case.query[..., rows, :], case.key[..., keep, :], case.value[..., keep, :])
+            expected = case.attend(*cut_out, **options)
+            for content in garbage:
+                masked_key, masked_value = case.key.copy(), case.value.copy()
+                masked_key[..., ~keep, :] = content
+                masked_value[..., ~keep, :] = content
+                output = case.attend(case.query, masked_key, masked_value, key_mask=keep, **options)
+                what = f"{name} masked, holding {content:g}, against cutting them out"
+                case.close(what, on_host(output)[..., rows, :], expected)
+    names = ", ".join(dict.fromkeys(name for case in cases for name in _masks(case)))
+    return _evidence(f"masked {names}", cases)
+
+
+def _masks(case: _Case) -> dict[str, NDArray[np.bool_]]:
+    """Which keys are kept, by the names of those that are masked."""
+    n, index = case.length, np.arange(case.length)
+    masks = {"the last half": index < n // 2}
     if case.has_positions:
-        keep = np.arange(length) < length // 2
-    key, value = case.key[..., keep, :], case.value[..., keep, :]
-    expected = case.attend(case.query, key, value)
-    for content in garbage:
-        masked_key, masked_value = case.key.copy(), case.value.copy()
-        masked_key[..., ~keep, :] = content
-        masked_value[..., ~keep, :] = content
-        output = case.attend(case.query, masked_key, masked_value, key_mask=keep)
-        what = f"masked tokens holding {content:g} against cutting them out"
-        assert_close(check, what, output, expected, rtol)
-    return Evidence(check, f"{int((~keep).sum())} of {length} keys masked", 0.0, rtol)
+        return masks
+    half = np.random.default_rng(n).random(n) < 0.5
+    half[:2] = True, False
+    masks |= {
+        "a random half": half,
+        "the first half": index >= n // 2,
+        "all but the last": index == n - 1,
+        "a run in the middle": (index < n // 3) | (index >= n - n // 3),
+    }
+    return masks | {f"the first {cut}": index >= cut for cut in (64, 128, 256) if cut < n}
 
 
 @_arrays.on_array_device
@@ -317,8 +437,10 @@ def assert_merge_associative(
     merge: Callable[[Any, Any], Any] | None = None,
     read: Callable[[Array, Any], Array] | None = None,
     sizes: tuple[float, float, float] = (0.3, 1.0, 3.0),
-    length: int = 11,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = (11, 110),
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that states of parts merge in any order and grouping into the state of all.
@@ -336,9 +458,9 @@ def assert_merge_associative(
     sizes : tuple of float, optional
         Size of the keys of the three parts; unequal ones have unequal scales. Default
         (0.3, 1, 3).
-    length : int, optional
-        Of each part. Default 11.
-    rtol, rng
+    length : int or sequence of int, optional
+        Of each part. Default (11, 110).
+    heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -368,7 +490,7 @@ def assert_merge_associative(
         missing = [name for name, function in functions.items() if function is None]
         message = f"want a feature_map, or {', '.join(missing)}= as well"
         raise TypeError(message)
-    case = _Case(feature_map, linattn.linear_attention, rng, length)
+    cases = _cases(check, feature_map, linattn.linear_attention, rng, length, heads, dtype, rtol)
     known: Any = feature_map
 
     def default_reduce(key: Array, value: Array) -> Any:
@@ -378,20 +500,21 @@ def assert_merge_associative(
     reduce = reduce or default_reduce
     merge = merge or linattn.merge_states
     read = read or (lambda query, state: linattn.read_state(query, state, known))
-    keys = [case.normal(length, size) for size in sizes]
-    values = [case.normal(length, 1.0, 3) for _ in sizes]
-    a, b, c = (reduce(key, value) for key, value in zip(keys, values, strict=True))
-    whole = reduce(np.concatenate(keys, axis=-2), np.concatenate(values, axis=-2))
-    expected = read(case.query, whole)
-    groupings = {
-        "(a b) c": merge(merge(a, b), c),
-        "a (b c)": merge(a, merge(b, c)),
-        "c (b a)": merge(c, merge(b, a)),
-    }
-    for name, state in groupings.items():
-        what = f"states merged as {name} against one state of all"
-        assert_close(check, what, read(case.query, state), expected, rtol)
-    return Evidence(check, "(a b) c, a (b c), c (b a) and the whole agree", 0.0, rtol)
+    for case in cases:
+        keys = [case.normal(case.length, size) for size in sizes]
+        values = [case.normal(case.length, 1.0, 3) for _ in sizes]
+        a, b, c = (reduce(key, value) for key, value in zip(keys, values, strict=True))
+        whole = reduce(np.concatenate(keys, axis=-2), np.concatenate(values, axis=-2))
+        expected = read(case.query, whole)
+        groupings = {
+            "(a b) c": merge(merge(a, b), c),
+            "a (b c)": merge(a, merge(b, c)),
+            "c (b a)": merge(c, merge(b, a)),
+        }
+        for name, state in groupings.items():
+            what = f"states merged as {name} against one state of all"
+            case.close(what, read(case.query, state), expected)
+    return _evidence("(a b) c, a (b c), c (b a) and the whole agree", cases)
 
 
 @_arrays.on_array_device
@@ -399,8 +522,10 @@ def assert_permutation_invariant(
     feature_map: FeatureMap | None = None,
     *,
     attention: Attention | None = None,
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that the order of keys does not matter, and that outputs follow their queries.
@@ -411,7 +536,7 @@ def assert_permutation_invariant(
         Run with ``linear_attention``.
     attention : callable, optional
         Your own, called without options.
-    length, rtol, rng
+    length, heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -435,15 +560,17 @@ def assert_permutation_invariant(
     >>> evidence.check
     'assert_permutation_invariant'
     """
-    check = "assert_permutation_invariant"
-    case = _Case(feature_map, attention, rng, length)
-    expected = on_host(case.attend(case.query, case.key, case.value))
-    order = case.rng.permutation(length)
-    output = case.attend(case.query, case.key[..., order, :], case.value[..., order, :])
-    assert_close(check, "keys and values in another order", output, expected, rtol)
-    output = case.attend(case.query[..., order, :], case.key, case.value)
-    assert_close(check, "queries in another order", output, expected[..., order, :], rtol)
-    return Evidence(check, f"{length} keys and queries in another order", 0.0, rtol)
+    cases = _cases(
+        "assert_permutation_invariant", feature_map, attention, rng, length, heads, dtype, rtol
+    )
+    for case in cases:
+        expected = on_host(case.attend(*case.arrays))
+        order = case.rng.permutation(case.length)
+        output = case.attend(case.query, case.key[..., order, :], case.value[..., order, :])
+        case.close("keys and values in another order", output, expected)
+        output = case.attend(case.query[..., order, :], case.key, case.value)
+        case.close("queries in another order", output, expected[..., order, :])
+    return _evidence("keys and queries in another order", cases)
 
 
 @_arrays.on_array_device
@@ -453,24 +580,26 @@ def assert_batch_independent(
     attention: Attention | None = None,
     is_causal: bool = False,
     garbage: tuple[float, ...] = (30.0, np.nan),
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
-    """Assert that the output of a batch element does not depend on the other elements.
+    """Assert that the output of a batch element, or head, does not depend on the others.
 
     Parameters
     ----------
     feature_map : FeatureMap, optional
         Run with ``linear_attention``.
     attention : callable, optional
-        Your own, called with ``is_causal=True`` or without options; arrays ``(2, L, d)``, then
-        ``(1, L, d)``.
+        Your own, called with ``is_causal=True`` or without options; arrays ``(2, ..., L, d)``, then
+        ``(1, ..., L, d)`` and ``(2, 1, L, d)``.
     is_causal : bool, optional
         Default False.
     garbage : tuple of float, optional
         Size of what the other element holds. Default (30, NaN).
-    length, rtol, rng
+    length, heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -480,7 +609,7 @@ def assert_batch_independent(
     Raises
     ------
     AssertionError
-        Elements differ from themselves alone, or from themselves beside garbage.
+        Elements or heads differ from themselves alone, or elements beside garbage.
     TypeError
         Neither a map nor an attention.
     ValueError
@@ -495,26 +624,28 @@ def assert_batch_independent(
     'assert_batch_independent'
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
-    check = "assert_batch_independent"
     check_not_empty("garbage", garbage)
-    case = _Case(feature_map, attention, rng, length)
+    cases = _cases(
+        "assert_batch_independent", feature_map, attention, rng, length, heads, dtype, rtol
+    )
     options = {"is_causal": True} if is_causal else {}
-    arrays = (case.query, case.key, case.value)
-    together = on_host(case.attend(*arrays, **options))
-    for index in range(2):
-        alone = on_host(case.attend(*(a[index : index + 1] for a in arrays), **options))
-        what = f"element {index} alone against in the batch"
-        assert_close(check, what, alone[0], together[index], rtol)
-    for content in garbage:
-        replaced = []
-        for array in arrays:
-            other = content * case.normal(length, 1.0, array.shape[-1])
-            replaced.append(np.concatenate([array[:1], other[1:]]))
-        output = on_host(case.attend(*replaced, **options))
-        what = f"element 0 beside an element of size {content:g}"
-        assert_close(check, what, output[0], together[0], rtol)
+    for case in cases:
+        together = on_host(case.attend(*case.arrays, **options))
+        parts = {f"element {i}": np.s_[i : i + 1] for i in range(2)}
+        if case.lead and (case.feature_map is None or not lead_axes(case.feature_map, case.dim)):
+            parts |= {f"head {i}": np.s_[:, i : i + 1] for i in range(case.lead[0])}
+        for name, part in parts.items():
+            alone = case.attend(*(array[part] for array in case.arrays), **options)
+            case.close(f"{name} alone against beside others", alone, together[part])
+        for content in garbage:
+            replaced = []
+            for array in case.arrays:
+                other = content * case.normal(case.length, 1.0, array.shape[-1])
+                replaced.append(np.concatenate([array[:1], other[1:].astype(case.dtype)]))
+            output = on_host(case.attend(*replaced, **options))
+            case.close(f"element 0 beside an element of size {content:g}", output[0], together[0])
     beside = ", ".join(f"{content:g}" for content in garbage)
-    return Evidence(check, f"alone, in a batch, beside others of size {beside}", 0.0, rtol)
+    return _evidence(f"alone, in a batch, beside others of size {beside}", cases)
 
 
 @_arrays.on_array_device
@@ -523,8 +654,10 @@ def assert_normalized(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 8.0),
-    length: int = 33,
-    rtol: float = 1e-9,
+    length: int | Sequence[int] = LENGTHS,
+    heads: Sequence[int] = HEADS,
+    dtype: str | Sequence[str] = DTYPES,
+    rtol: float | None = None,
     rng: Seed = 0,
 ) -> Evidence:
     """Assert that the weights of a query sum to 1, so that values of 1 come out as 1.
@@ -538,7 +671,7 @@ def assert_normalized(
     magnitudes : tuple of float, optional
         Size of queries and keys. Large ones make denominators small, where a constant added to
         them shows. Default (0.5, 8).
-    length, rtol, rng
+    length, heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
     Returns
@@ -562,16 +695,16 @@ def assert_normalized(
     >>> evidence.check
     'assert_normalized'
     """
-    check = "assert_normalized"
     check_not_empty("magnitudes", magnitudes)
-    for size in magnitudes:
-        case = _Case(feature_map, attention, rng, length, size)
+    cases = _cases("assert_normalized", feature_map, attention, rng, length, heads, dtype, rtol)
+    for case, size in product(cases, magnitudes):
+        query, key = case.normal(case.length, size), case.normal(case.length, size)
         ones = np.ones_like(case.value)
-        output = on_host(case.attend(case.query, case.key, ones))
+        output = on_host(case.attend(query, key, ones))
         expected = ones
         if feature_map is not None and attention is None:
-            products = feature_products(feature_map, case.query, case.key)
+            products = feature_products(feature_map, query, key)
             silent = np.all(products == 0, axis=-1)[..., None] & (output == 0)
             expected = np.where(silent, 0.0, ones)
-        assert_close(check, f"sum of weights, tokens of size {size:g}", output, expected, rtol)
-    return Evidence(check, f"weights sum to 1, sizes {[*magnitudes]}", 0.0, rtol)
+        case.close(f"sum of weights, tokens of size {size:g}", output, expected)
+    return _evidence(f"weights sum to 1, sizes {[*magnitudes]}", cases)

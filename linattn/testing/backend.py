@@ -24,7 +24,7 @@ from linattn.testing._blocks import REFERENCES, Block, blocks, cast, leaves
 from linattn.testing._compared import KINDS, WrongResultError, need, to_host
 from linattn.testing._evidence import check_not_empty, name_of
 from linattn.testing._problems import WHOLE_CHECKS, Subject, wholes
-from linattn.testing.check import FAILED, PASSED, SKIPPED, Report, Row
+from linattn.testing.check import FAILED, PASSED, SKIPPED, Report, Row, check_on_fail, settled
 from linattn.typing import Array, Backend, BlockTier, Declined, Partial, Services, Tokens, WholeTier
 
 __all__ = ["BackendReport", "check_backend"]
@@ -126,6 +126,7 @@ def check_backend(
     extras: Collection[str] = (),
     xp: ModuleType = np,
     rng: Seed = 0,
+    on_fail: str = "raise",
 ) -> BackendReport:
     """Run every function that a backend defines, on random problems, against the generic code.
 
@@ -152,6 +153,8 @@ def check_backend(
         Array namespace that the module works on. Default NumPy.
     rng : int, Generator, SeedSequence or None, optional
         Of the problems. Default 0.
+    on_fail : {"raise", "return"}, optional
+        Whether a wrong function raises at the end, or is only in the report. Default "raise".
 
     Returns
     -------
@@ -162,8 +165,10 @@ def check_backend(
 
     Raises
     ------
+    CheckFailedError
+        A function is wrong: an AssertionError, whose message is the whole table.
     TypeError, ValueError
-        Not a module; ``num_problems`` is not a positive integer; another dtype.
+        Not a module; ``num_problems`` is not a positive integer; another dtype or ``on_fail``.
 
     Notes
     -----
@@ -181,6 +186,7 @@ def check_backend(
     if not isinstance(module, ModuleType):
         message = f"module must be a module, got {name_of(module)}"
         raise TypeError(message)
+    check_on_fail(on_fail)
     count = check_positive_int("num_problems", num_problems)
     check_not_empty("dtypes", dtypes)
     for dtype in dtypes:
@@ -203,7 +209,7 @@ def check_backend(
                 tallies[name].take(f"{whole.name}, {dtype}", check)
     rows = [tally.row(name) for name, tally in tallies.items()]
     rows.insert(0, _names(module, functions, extras))
-    return BackendReport(module.__name__, tuple(rows))
+    return settled(BackendReport(module.__name__, tuple(rows)), on_fail)
 
 
 # Names ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from math import ceil
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from linattn.testing._draws import (
     width,
 )
 from linattn.testing._evidence import (
+    CheckFailedError,
     Evidence,
     MalformedFeaturesError,
     UntestableError,
@@ -53,7 +54,7 @@ from linattn.testing.attention import (
 )
 from linattn.testing.estimates import Claim, assert_mean, assert_unbiased, assert_variance
 
-__all__ = ["CHECKS", "Report", "Row", "check_feature_map", "row_of"]
+__all__ = ["CHECKS", "Report", "Row", "check_feature_map", "check_on_fail", "row_of", "settled"]
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
@@ -463,8 +464,8 @@ def check_feature_map(
 
     Raises
     ------
-    AssertionError
-        A check failed; the message is the whole table.
+    CheckFailedError
+        A check failed: an AssertionError, whose message is the whole table.
     TypeError
         Not a feature map or factory.
     ValueError
@@ -491,9 +492,7 @@ def check_feature_map(
     if unknown:
         message = f"skip must name checks out of {', '.join(CHECKS)}, got {', '.join(unknown)}"
         raise ValueError(message)
-    if on_fail not in ("raise", "return"):
-        message = f"on_fail must be 'raise' or 'return', got {on_fail!r}"
-        raise ValueError(message)
+    check_on_fail(on_fail)
     generator = as_generator(rng)
     statistics = {
         "num_draws": num_draws,
@@ -515,9 +514,23 @@ def check_feature_map(
             rows.append(Row(name, what, SKIPPED, "needs features that can be read"))
         else:
             rows.append(_row(name, what, run, subject, name in skip))
-    report = Report(repr(first), tuple(rows))
+    return settled(Report(repr(first), tuple(rows)), on_fail)
+
+
+def check_on_fail(on_fail: str) -> None:
+    """Refuse anything but "raise" and "return", before any work."""
+    if on_fail not in ("raise", "return"):
+        message = f"on_fail must be 'raise' or 'return', got {on_fail!r}"
+        raise ValueError(message)
+
+
+_R = TypeVar("_R", bound=Report)
+
+
+def settled(report: _R, on_fail: str) -> _R:
+    """Return a report, or raise it if a check failed and that was asked for."""
     if on_fail == "raise" and not report.passed:
-        raise AssertionError(str(report))
+        raise CheckFailedError(report)
     return report
 
 

@@ -5,8 +5,8 @@ Letters: ``B`` batch, ``H`` heads of states, ``L`` tokens, ``d`` dim, ``e`` valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +20,13 @@ from linattn.testing._evidence import (
     Evidence,
     UntestableError,
     check_function,
+    check_not_empty,
     fail,
     largest,
     on_host,
 )
 from linattn.testing.backend import BackendReport
-from linattn.testing.check import Row, row_of
+from linattn.testing.check import Row, check_on_fail, row_of, settled
 
 __all__ = ["LAYOUTS", "RecurrenceLayout", "RecurrenceReport", "check_recurrence"]
 
@@ -33,8 +34,11 @@ Floats = NDArray[np.float64]
 Arguments = dict[str, Floats]
 
 RULES = ("linear", "gated", "delta", "gated_delta")
-RTOL = {"float32": 2e-5, "float64": 1e-9}
+RTOL = {"float16": 4e-3, "bfloat16": 2e-2, "float32": 2e-5, "float64": 1e-9}
 """Largest difference, in terms of the largest entry but at least 1."""
+
+GRADIENT_RTOL = RTOL | {"float16": 2e-2, "bfloat16": 8e-2}
+"""Of gradients: rounding errors of successive 16-bit products add up."""
 
 COSINES = (0.9, 0.99, 0.999)
 """Of keys with each other: inverses of triangles that cancel lose their digits there."""
@@ -42,8 +46,20 @@ COSINES = (0.9, 0.99, 0.999)
 CHUNKS = (16, 32, 64, 128, 256)
 """Sizes of chunks in use."""
 
-GRADIENT_LENGTHS = (70, 1, 5, 65)
-"""Tokens: sequences and last chunks that are short."""
+LENGTHS = (1, 2, 3, 17, 64, 65, 130, 333, 600, 1100, 2100)
+"""Tokens: a third chunk of every size in use, and of 512; odd numbers and even ones."""
+
+HEADS = (3, 1, 5, 2, 8)
+"""Heads of the lengths, in turn."""
+
+SIZES = ((16, 16), (40, 96), (64, 32), (128, 128), (256, 24))
+"""d and e."""
+
+GRADIENT_LENGTHS = (70, 1, 5, 65, 257, 600)
+"""Tokens: sequences and last chunks that are short, three chunks of 256."""
+
+GATES = (0.0, -1e-4, -0.3, -2.0, -5.5, -7.0, -9.0, -30.0)
+"""Log decays whose gradients are compared in one sequence."""
 
 MANY = 2**16 + 1
 """Sequences; a grid of CUDA has at most 65,535 blocks along its second and third axis."""
@@ -130,16 +146,25 @@ class _Kernel:
     asarray: Callable[[Any], Any]
     dtype: str
     rtol: float
+    gradient_rtol: float
     vjp: Callable[..., Any] | None
+    dim: int | None
+    value_dim: int | None
+    lengths: tuple[int, ...] | None
+    tried: dict[str, set[Any]] = field(default_factory=dict)
 
     def problem(self, length: int, seed: int = 0, **sizes: float) -> Arguments:
-        """Random arguments in the precision of the kernel.
+        """Random arguments.
 
-        ``sizes``: of batch and heads, the mean log decay, the largest beta.
+        ``sizes``: of batch and heads, d and e, the mean log decay, the largest beta.
 
         Keys have norm 1, and the state before them is not zero.
         """
-        rng, heads, dim, value_dim = np.random.default_rng(seed), int(sizes.get("heads", 3)), 8, 4
+        if self.lengths is not None:
+            length = min([n for n in self.lengths if n >= length] or [max(self.lengths)])
+        rng, heads = np.random.default_rng(seed), int(sizes.get("heads", 3))
+        dim = self.dim or int(sizes.get("dim", 8))
+        value_dim = self.value_dim or int(sizes.get("value_dim", 4))
         batch = int(sizes.get("batch", 2))
         lead = (batch, heads, length)
         key = rng.standard_normal((*lead, dim))
@@ -154,18 +179,35 @@ class _Kernel:
             arguments["log_decay"] = -sizes.get("decay", 0.3) * rng.exponential(size=shape)
         if "delta" in self.rule:
             arguments["beta"] = sizes.get("beta", 1.0) * rng.random(lead)
-        return {name: array.astype(self.dtype) for name, array in arguments.items()}
+        return self.rounded(arguments)
 
-    def in_layout(self, name: str, array: Floats) -> Any:
+    def kind(self, name: str) -> str:
+        """Dtype of an argument: beside tokens of 16 bits, states and gates have 32."""
+        is_wide = name in ("initial_state", "grad_state", "log_decay", "beta")
+        return "float32" if is_wide and "16" in self.dtype else self.dtype
+
+    def rounded(self, arguments: Arguments) -> Arguments:
+        """Arguments in float64, as the kernel will have them."""
+        return {name: _rounded(array, self.kind(name)) for name, array in arguments.items()}
+
+    def in_layout(self, name: str, array: Floats, *, strided: bool = False) -> Any:
         """One argument as the kernel wants it."""
-        if name != "initial_state":
+        if "state" not in name:
             kind = self.layout.tokens if array.ndim == 4 else self.layout.numbers
             array = kind(array)
-        return self.asarray(np.array(array, dtype=self.dtype))
+        kind_of = self.kind(name)
+        host = np.array(array, dtype="float32" if kind_of == "bfloat16" else kind_of)
+        given = self.asarray(np.repeat(host, 2, axis=-1) if strided else host)
+        if kind_of == "bfloat16":
+            given = _bfloat16(given)
+        return given[..., ::2] if strided else given
 
-    def run(self, arguments: Arguments, **options: Any) -> tuple[Floats, Floats]:
+    def run(
+        self, arguments: Arguments, *, strided: bool = False, **options: Any
+    ) -> tuple[Floats, Floats]:
         """Return the output ``(B, H, L, e)`` and the state; options are passed on unchanged."""
-        given = {name: self.in_layout(name, array) for name, array in arguments.items()}
+        self.note(arguments)
+        given = {name: self.in_layout(name, x, strided=strided) for name, x in arguments.items()}
         result = self.function(
             given.pop("query"), given.pop("key"), given.pop("value"), **given, **options
         )
@@ -174,8 +216,33 @@ class _Kernel:
         heads = arguments["query"].shape[1]
         return self.layout.output(on_host(result[0]), heads), on_host(result[1])
 
+    def note(self, arguments: Arguments) -> None:
+        """Remember what the kernel is given, for the report."""
+        batch, heads, length, dim = arguments["key"].shape
+        seen = {
+            "tokens": {length},
+            "batch x heads": {f"{batch:,} x {heads}"},
+            "d x e": {f"{dim} x {arguments['value'].shape[-1]}"},
+        }
+        for name in ("log_decay", "beta"):
+            if name in arguments:
+                seen[name] = {float(f(arguments[name])) for f in (np.min, np.max)}
+        for name, values in seen.items():
+            self.tried.setdefault(name, set()).update(values)
+
+    def seen(self) -> str:
+        """Say at which lengths, heads, sizes, dtype and gates the kernel was tried."""
+        parts = [
+            f"{name} {min(values):.3g} to {max(values):.3g}"
+            if name in ("log_decay", "beta")
+            else f"{name} {', '.join(map(str, sorted(values)))}"
+            for name, values in self.tried.items()
+        ]
+        return "; ".join([*parts, self.dtype])
+
     def truth(self, arguments: Arguments) -> tuple[Floats, Floats]:
         """Return what the loop gives, in float64."""
+        arguments = self.rounded(arguments)
         query = arguments["query"]
         batch, heads, length, dim = query.shape
         group = self.layout.group
@@ -185,16 +252,16 @@ class _Kernel:
         output, state = loop(grouped, update_rule=self.rule, **of_keys)
         return output.reshape(batch, heads, *output.shape[3:]), state[:, :, 0]
 
-    def compare(self, what: str, got: Floats, want: Floats) -> None:
+    def compare(self, what: str, got: Floats, want: Floats, rtol: float | None = None) -> None:
         if got.shape != want.shape:
             fail(what, f"want shape {want.shape}, got {got.shape}")
-        error, allowed = largest(got - want), self.rtol * max(1.0, largest(want))
+        error, allowed = largest(got - want), (rtol or self.rtol) * max(1.0, largest(want))
         if not error <= allowed:
             fail(what, f"largest difference {error:.3g}, want at most {allowed:.3g}")
 
-    def check(self, what: str, arguments: Arguments) -> None:
+    def check(self, what: str, arguments: Arguments, *, strided: bool = False) -> None:
         """Compare one call with the loop."""
-        output, state = self.run(arguments)
+        output, state = self.run(arguments, strided=strided)
         want, want_state = self.truth(arguments)
         self.compare(f"output, {what}", output, want)
         self.compare(f"state, {what}", state, want_state)
@@ -203,6 +270,36 @@ class _Kernel:
         if kind not in self.rule:
             message = f"update_rule={self.rule!r} has no {'gate' if kind == 'gated' else 'beta'}"
             raise UntestableError(message)
+
+    def need_lengths(self, *needed: int) -> None:
+        missing = [n for n in needed if self.lengths is not None and n not in self.lengths]
+        if missing:
+            message = f"lengths= leaves out {', '.join(map(str, missing))} tokens"
+            raise UntestableError(message)
+
+
+def _rounded(array: Floats, dtype: str) -> Floats:
+    if dtype == "bfloat16":
+        bits = np.asarray(array, np.float32).view(np.uint32)
+        up = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        array, dtype = ((bits + up) & np.uint32(0xFFFF0000)).view(np.float32), "float32"
+    return np.asarray(array).astype(dtype).astype(np.float64)
+
+
+def _bfloat16(array: Any) -> Any:
+    """Cast an array of float32, unless ``asarray`` has done that."""
+    if "bfloat16" in str(array.dtype):
+        return array
+    xp = _arrays.namespace(array)
+    try:
+        return xp.astype(array, getattr(xp, "bfloat16", None) or np.dtype("bfloat16"))
+    except TypeError as error:
+        message = (
+            f"dtype='bfloat16' needs arrays of a library that has it, got "
+            f"{_arrays.library_name(xp)}: give asarray=torch.from_numpy or jax.numpy.asarray, or "
+            f"import ml_dtypes"
+        )
+        raise ValueError(message) from error
 
 
 def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
@@ -214,53 +311,82 @@ def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 
 def _golden(kernel: _Kernel) -> str:
-    group, ones = kernel.layout.group, np.ones((1, 1, 2, 1))
+    kernel.need_lengths(2)
+    group, dim, width = kernel.layout.group, kernel.dim or 1, kernel.value_dim or 1
+    shape = (1, 1, 2, dim)
+
+    def first(numbers: Any, size: int, axis: int = -1) -> Floats:
+        """Put numbers into the first of ``size`` coordinates, 0 into the others."""
+        array = np.asarray(numbers, dtype=np.float64)
+        edges = [(0, size - 1) if i == axis % array.ndim else (0, 0) for i in range(array.ndim)]
+        return np.pad(array, edges)
+
+    column = (1, 1, 2, 1)
     arguments = {
-        "query": np.repeat(ones, group, axis=1),
-        "key": np.array([1.0, 0.5]).reshape(ones.shape),
-        "value": np.array([4.0, 3.0]).reshape(ones.shape),
-        "initial_state": np.full((1, 1, 1, 1), 2.0),
+        "query": first(np.full((1, group, 2, 1), np.sqrt(dim)), dim),
+        "key": first(np.reshape([1.0, 0.5], column), dim),
+        "value": first(np.reshape([4.0, 3.0], column), width),
+        "initial_state": first(first(np.full((1, 1, 1, 1), 2.0), width), dim, axis=-2),
     }
     if "gated" in kernel.rule:
-        decay = np.log([0.5, 0.25])
-        arguments["log_decay"] = decay.reshape(ones.shape if kernel.by_channel else (1, 1, 2))
+        decay = np.log([[[0.5, 0.25]]])
+        arguments["log_decay"] = (
+            np.broadcast_to(decay[..., None], shape) if kernel.by_channel else decay
+        )
     if "delta" in kernel.rule:
         arguments["beta"] = np.array([[[0.5, 1.0]]])
     output, state = kernel.run(arguments)
     wanted, last = GOLDEN[kernel.rule]
-    kernel.compare("output", output, np.broadcast_to(wanted, (1, group, 2))[..., None])
-    kernel.compare("state", state, np.full((1, 1, 1, 1), last))
+    column_of_outputs = np.broadcast_to(wanted, (1, group, 2))[..., None]
+    kernel.compare("output", output, first(column_of_outputs, width))
+    kernel.compare("state", state, first(first(np.full((1, 1, 1, 1), last), width), dim, axis=-2))
     return "two tokens by hand"
 
 
 def _loop(kernel: _Kernel) -> str:
-    for length in (1, 2, 17, 64, 65, 130):
-        kernel.check(f"{length} tokens", kernel.problem(length, seed=length))
-    return "1 to 130 tokens"
+    for turn, length in enumerate(kernel.lengths or LENGTHS):
+        heads, batch = HEADS[turn % len(HEADS)], 2 - turn % 2
+        arguments = kernel.problem(length, seed=length, heads=heads, batch=batch, decay=0.05)
+        kernel.check(f"{length} tokens", arguments)
+    return "token by token in float64"
+
+
+def _sizes(kernel: _Kernel) -> str:
+    if kernel.dim or kernel.value_dim:
+        message = "dim or value_dim was given"
+        raise UntestableError(message)
+    for dim, value_dim in SIZES:
+        sizes = {"dim": dim, "value_dim": value_dim, "heads": 2, "batch": 1}
+        kernel.check(f"d {dim}, e {value_dim}", kernel.problem(130, seed=dim, **sizes))
+    return "d and e of all sizes in use"
 
 
 def _no_state(kernel: _Kernel) -> str:
-    arguments = kernel.problem(20)
-    del arguments["initial_state"]
-    kernel.check("no initial state", arguments)
+    for length in (20, 300):
+        arguments = kernel.problem(length)
+        del arguments["initial_state"]
+        kernel.check("no initial state", arguments)
     return "zeros before the first token"
 
 
 def _split(kernel: _Kernel) -> str:
-    arguments = kernel.problem(150)
-    whole, last = kernel.run(arguments)
-    for cuts in ([0, 1, 150], [0, 64, 150], [0, 77, 128, 150], [0, 149, 150]):
-        state, outputs = arguments["initial_state"], []
-        for start, stop in pairwise(cuts):
-            part = _rows(arguments, start, stop) | {"initial_state": state}
-            output, state = kernel.run(part)
-            outputs.append(output)
-        kernel.compare(f"split at {cuts[1:-1]}", np.concatenate(outputs, axis=2), whole)
-        kernel.compare(f"state, split at {cuts[1:-1]}", state, last)
+    for length, *all_cuts in ((150, [1], [64], [77, 128], [149]), (400, [128], [256], [200, 320])):
+        for cuts in ([0, *cuts, length] for cuts in all_cuts):
+            kernel.need_lengths(length, *(stop - start for start, stop in pairwise(cuts)))
+            arguments = kernel.problem(length)
+            whole, last = kernel.run(arguments)
+            state, outputs = arguments["initial_state"], []
+            for start, stop in pairwise(cuts):
+                part = _rows(arguments, start, stop) | {"initial_state": state}
+                output, state = kernel.run(part)
+                outputs.append(output)
+            kernel.compare(f"split at {cuts[1:-1]}", np.concatenate(outputs, axis=2), whole)
+            kernel.compare(f"state, split at {cuts[1:-1]}", state, last)
     return "chunks that hand their state on"
 
 
 def _step(kernel: _Kernel) -> str:
+    kernel.need_lengths(1, 70)
     arguments = kernel.problem(70)
     whole, _ = kernel.run(arguments)
     state = arguments["initial_state"]
@@ -271,38 +397,46 @@ def _step(kernel: _Kernel) -> str:
 
 
 def _causal(kernel: _Kernel) -> str:
-    before, _ = kernel.run(kernel.problem(130))
-    for t in (1, 63, 64, 100):
-        arguments = kernel.problem(130)
-        other = kernel.problem(130, seed=1, decay=3.0)
-        changed = {
-            name: array
-            if name == "initial_state"
-            else np.concatenate([array[:, :, :t], 3 * other[name][:, :, t:]], axis=2)
-            for name, array in arguments.items()
-        }
-        if "beta" in changed:
-            changed["beta"] = np.minimum(changed["beta"], 2)
-            changed["key"] = np.concatenate(
-                [arguments["key"][:, :, :t], other["key"][:, :, t:]], axis=2
-            )
-        output, _ = kernel.run(changed)
-        kernel.compare(f"outputs before token {t}", output[:, :, :t], before[:, :, :t])
+    for length, cuts in ((130, (1, 63, 64, 100)), (400, (65, 127, 200, 257, 383))):
+        arguments = kernel.problem(length)
+        other = kernel.problem(length, seed=1, decay=3.0)
+        before, _ = kernel.run(arguments)
+        length = before.shape[2]
+        for t in (t for t in cuts if t < length):
+            changed = {
+                name: array
+                if name == "initial_state"
+                else np.concatenate([array[:, :, :t], 3 * other[name][:, :, t:]], axis=2)
+                for name, array in arguments.items()
+            }
+            if "beta" in changed:
+                changed["beta"] = np.minimum(changed["beta"], 2)
+                changed["key"] = np.concatenate(
+                    [arguments["key"][:, :, :t], other["key"][:, :, t:]], axis=2
+                )
+            output, _ = kernel.run(changed)
+            kernel.compare(f"outputs before token {t}", output[:, :, :t], before[:, :, :t])
     return "changed tokens are not felt before them"
 
 
 def _long_decay(kernel: _Kernel) -> str:
     kernel.need("gated")
-    strong = kernel.problem(130)
-    mixed = kernel.problem(130, decay=1e-3)
-    chosen = np.random.default_rng(1).random(mixed["log_decay"].shape) < 0.3
-    strong["log_decay"] = np.full_like(strong["log_decay"], -50.0)
-    mixed["log_decay"] = np.where(chosen, -50.0, mixed["log_decay"]).astype(kernel.dtype)
-    slow = kernel.problem(1000, decay=1e-4)
-    kernel.check("decays of e^-50", strong)
-    kernel.check("decays of e^-50 among slow ones", mixed)
-    kernel.check("decays of e^-0.0001, 1,000 tokens", slow)
-    return "e^-50 and e^-0.0001 a token"
+    slow = kernel.problem(130, decay=1e-3)
+    chosen = np.random.default_rng(1).random(slow["log_decay"].shape)
+    zeros = np.zeros_like(slow["log_decay"])
+    runs = np.arange(zeros.shape[2]).reshape(-1, 1)[:, : zeros.ndim - 3 or None] // 40 % 2
+    runs = runs if zeros.ndim == 4 else runs[:, 0]
+    for what, log_decay in (
+        ("of e^-50", zeros - 50),
+        ("of e^-30", zeros - 30),
+        ("of e^-50 among slow ones", np.where(chosen < 0.3, -50.0, slow["log_decay"])),
+        ("of 1, log decay 0", zeros),
+        ("of 1 among others", np.where(chosen < 0.3, 0.0, -chosen)),
+        ("of 1 and e^-30 in runs", np.where(runs == 1, -30.0, zeros)),
+    ):
+        kernel.check(f"decays {what}", slow | {"log_decay": log_decay})
+    kernel.check("decays of e^-0.0001, 1,000 tokens", kernel.problem(1000, decay=1e-4))
+    return "0, e^-30, e^-50 and e^-0.0001 a token"
 
 
 def _beta(kernel: _Kernel) -> str:
@@ -317,9 +451,11 @@ def _beta(kernel: _Kernel) -> str:
 def _keys(kernel: _Kernel) -> str:
     for size, beta in ((0.5, 2.0), (1.5, 0.5)):
         arguments = kernel.problem(100, beta=beta)
-        arguments["key"] = (size * arguments["key"]).astype(kernel.dtype)
-        kernel.check(f"keys of norm {size:g}", arguments)
-    return "norms of 0.5 and 1.5"
+        kernel.check(f"keys of norm {size:g}", arguments | {"key": size * arguments["key"]})
+    arguments, size = kernel.problem(100), 1e3 if kernel.dtype == "float16" else 1e5
+    arguments["value"] = size * arguments["value"]
+    kernel.check(f"values of size {size:g}", arguments)
+    return f"norms of 0.5 and 1.5; values of size {size:g}"
 
 
 def _correlated(kernel: _Kernel) -> str:
@@ -327,13 +463,12 @@ def _correlated(kernel: _Kernel) -> str:
     length = 130
     for cosine in COSINES:
         arguments = kernel.problem(length, seed=5, decay=0.01)
-        key = arguments["key"].astype(np.float64)
+        key = arguments["key"]
         common = key[:, :, :1]
         across = key - np.sum(key * common, axis=-1, keepdims=True) * common
         across /= np.maximum(np.linalg.norm(across, axis=-1, keepdims=True), 1e-300)
         # Keys a e + b u, u random across e: two of them have a cosine of about a^2.
-        keys = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
-        arguments["key"] = keys.astype(kernel.dtype)
+        arguments["key"] = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
         kernel.check(f"keys of cosine {cosine:g}", arguments)
         if "beta" in arguments:
             arguments["beta"] = np.ones_like(arguments["beta"])
@@ -341,35 +476,43 @@ def _correlated(kernel: _Kernel) -> str:
     zeros = kernel.problem(length, seed=6)
     zeros["key"][:, :, ::3] = 0
     kernel.check("every third key zero", zeros)
+    kernel.check("all keys zero", zeros | {"key": 0 * zeros["key"]})
     return f"cosines {', '.join(f'{cosine:g}' for cosine in COSINES)}, zero keys"
 
 
 def _borders(kernel: _Kernel) -> str:
     for chunk in CHUNKS:
         for length in (chunk - 1, chunk, chunk + 1):
+            kernel.need_lengths(length)
             kernel.check(f"{length} tokens", kernel.problem(length, seed=length, batch=1))
     return f"one token less, as many and one more than {', '.join(map(str, CHUNKS))}"
 
 
 def _many(kernel: _Kernel) -> str:
-    sizes: dict[str, float] = {"batch": MANY, "heads": 1}
+    kernel.need_lengths(2)
+    size = (kernel.dim or 4) * (kernel.value_dim or 2)
+    if size > 256:
+        message = f"{MANY:,} states take {MANY * size * 8 / 1e9:.1f} GB; leave dim= out"
+        raise UntestableError(message)
+    sizes: dict[str, float] = {"batch": MANY, "heads": 1, "dim": 4, "value_dim": 2}
     kernel.check(f"{MANY:,} sequences", kernel.problem(2, seed=7, **sizes))
     return f"{MANY:,} sequences of 2 tokens"
 
 
 def _packed(kernel: _Kernel) -> str:
-    borders = [0, 5, 5, 70, 71, 130]
-    arguments = {name: x[:1] for name, x in kernel.problem(130).items()}
-    # One batch: packed sequences take its place, in states too.
-    shape = (len(borders) - 1, *arguments["initial_state"].shape[1:])
-    initial = np.random.default_rng(2).standard_normal(shape).astype(kernel.dtype)
-    packed = arguments | {"initial_state": kernel.layout.packed_states(initial)}
-    output, states = kernel.run(packed, cu_seqlens=borders)
-    for i, (start, stop) in enumerate(pairwise(borders)):
-        part = _rows(arguments, start, stop) | {"initial_state": initial[i : i + 1]}
-        want, state = kernel.truth(part)
-        kernel.compare(f"output of sequence {i}", output[:, :, start:stop], want)
-        kernel.compare(f"state of sequence {i}", states.reshape(shape)[i : i + 1], state)
+    for borders in ([0, 5, 5, 70, 71, 130], [0, 270, 271, 600]):
+        kernel.need_lengths(*(stop - start for start, stop in pairwise(borders)))
+        arguments = {name: x[:1] for name, x in kernel.problem(borders[-1]).items()}
+        # One batch: packed sequences take its place, in states too.
+        shape = (len(borders) - 1, *arguments["initial_state"].shape[1:])
+        initial = np.random.default_rng(2).standard_normal(shape)
+        packed = arguments | {"initial_state": kernel.layout.packed_states(initial)}
+        output, states = kernel.run(packed, cu_seqlens=borders)
+        for i, (start, stop) in enumerate(pairwise(borders)):
+            part = _rows(arguments, start, stop) | {"initial_state": initial[i : i + 1]}
+            want, state = kernel.truth(part)
+            kernel.compare(f"output of sequence {i}", output[:, :, start:stop], want)
+            kernel.compare(f"state of sequence {i}", states.reshape(shape)[i : i + 1], state)
     return "cu_seqlens against one by one"
 
 
@@ -377,42 +520,93 @@ def _gradient(kernel: _Kernel) -> str:
     if kernel.vjp is None:
         message = "no vjp was given"
         raise UntestableError(message)
-    for length in GRADIENT_LENGTHS:
-        names = _compare_gradients(kernel, kernel.vjp, kernel.problem(length, seed=length))
-    lengths = ", ".join(map(str, GRADIENT_LENGTHS))
-    return f"by {', '.join(names)}; {lengths} tokens"
+    vjp = kernel.vjp
+    names: list[str] = []
+    for length in kernel.lengths or GRADIENT_LENGTHS:
+        arguments = kernel.problem(
+            length, seed=length, beta=2.0, decay=0.3 if length < 100 else 0.02
+        )
+        names, state = _compare_gradients(kernel, vjp, f"{length} tokens", arguments)
+    sizes: dict[str, float] = {"dim": 64, "value_dim": 128, "heads": 2, "batch": 1}
+    ends = kernel.problem(130, seed=1, **sizes)
+    rng = np.random.default_rng(4)
+    for name, values in (("log_decay", GATES), ("beta", (0.0, 1.0, 1.5, 2.0))):
+        if name in ends:
+            ends[name] = rng.choice(values, ends[name].shape)
+    _compare_gradients(kernel, vjp, "gates and beta at their ends", ends)
+    if "log_decay" in ends:
+        _compare_gradients(
+            kernel, vjp, "log decays of 0", ends | {"log_decay": 0 * ends["log_decay"]}
+        )
+    del ends["initial_state"]
+    _compare_gradients(kernel, vjp, "no initial state", ends)
+    final = "through the final state too" if state else "not through the final state"
+    return f"by {', '.join(names)}, {final}"
 
 
-def _compare_gradients(kernel: _Kernel, vjp: Callable[..., Any], arguments: Arguments) -> list[str]:
-    """Compare every gradient with ours, and return their names."""
+def _compare_gradients(
+    kernel: _Kernel, vjp: Callable[..., Any], what: str, arguments: Arguments
+) -> tuple[list[str], bool]:
+    """Compare output and gradients with ours; return their names, and whether it has a state."""
     names = ("query", "key", "value", "log_decay", "beta", "initial_state")
     order = [name for name in names if name in arguments]
-    wide = {name: arguments[name].astype(np.float64) for name in order}
+    wide = kernel.rounded({name: arguments[name] for name in order})
+    kernel.note(wide)
     group = kernel.layout.group
     ours = {name: x if name == "query" else x[:, :, None] for name, x in wide.items()}
     batch, heads, length, dim = wide["query"].shape
     ours["query"] = wide["query"].reshape(batch, heads // group, group, length, dim)
     ours_vjp: Any = linear_recurrence_vjp
-    output, pullback = ours_vjp(**ours, update_rule=kernel.rule)
-    cotangent = np.random.default_rng(3).standard_normal(output.shape)
-    want = dict(zip(order, pullback(cotangent), strict=True))
+    (output, state), pullback = ours_vjp(**ours, update_rule=kernel.rule, return_state=True)
+    rng = np.random.default_rng(3)
+    cotangents = kernel.rounded(
+        {
+            "grad_output": rng.standard_normal(output.shape),
+            "grad_state": rng.standard_normal(state.shape),
+        }
+    )
     given = {name: kernel.in_layout(name, arguments[name]) for name in order}
     tokens = [given.pop(name) for name in ("query", "key", "value")]
-    _, theirs = vjp(*tokens, **given)
-    flat = cotangent.reshape(batch, heads, length, -1)
-    got = dict(zip(order, theirs(kernel.in_layout("grad_output", flat)), strict=True))
+    result, theirs = vjp(*tokens, **given)
+    has_state = isinstance(result, tuple | list)
+    if not has_state:
+        del cotangents["grad_state"]
+    flat = {
+        name: x.reshape(batch, heads, length, -1) if name == "grad_output" else x[:, :, 0]
+        for name, x in cotangents.items()
+    }
+    want = dict(zip(order, pullback(*cotangents.values()), strict=True))
+    found = theirs(*(kernel.in_layout(name, x) for name, x in flat.items()))
+    got = dict(zip(order, found, strict=True))
+    first = kernel.layout.output(on_host(result[0] if has_state else result), heads)
+    kernel.compare(f"output of vjp, {what}", first, output.reshape(first.shape))
     for name in order:
         expected = on_host(kernel.in_layout(name, want[name].reshape(wide[name].shape)))
         # A sum of as many terms as there are tokens.
-        scale = largest(expected)
+        scale = largest(expected) or 1.0
         kernel.compare(
-            f"gradient of {name}, {length} tokens", on_host(got[name]) / scale, expected / scale
+            f"gradient of {name}, {what}",
+            on_host(got[name]) / scale,
+            expected / scale,
+            kernel.gradient_rtol,
         )
-    return order
+    return order, has_state
+
+
+def _strided(kernel: _Kernel) -> str:
+    arguments = kernel.problem(130, seed=8)
+    try:
+        kernel.run(arguments, strided=True)
+    except Exception as error:  # whatever a kernel raises is an answer
+        message = f"refuses arrays that are not contiguous: {type(error).__name__}: {error}"
+        raise UntestableError(message) from error
+    kernel.check("arrays that are not contiguous", arguments, strided=True)
+    return "every second number of larger arrays"
 
 
 def _inputs(kernel: _Kernel) -> str:
     arguments = kernel.problem(70)
+    kernel.note(arguments)
     given = {name: kernel.in_layout(name, array) for name, array in arguments.items()}
     before = {name: on_host(array) for name, array in given.items()}
     tokens = [given[name] for name in ("query", "key", "value")]
@@ -421,12 +615,14 @@ def _inputs(kernel: _Kernel) -> str:
     for name, array in given.items():
         if not np.array_equal(on_host(array), before[name]):
             fail(name, "was changed")
-    return "left alone"
+    kernel.check("called again", arguments)
+    return "left alone, and a second call gives the same"
 
 
 CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
     "golden": ("values worked out by hand", _golden),
     "loop": ("output and state of the loop", _loop),
+    "sizes": ("any d and e", _sizes),
     "no state": ("starts from zeros", _no_state),
     "split": ("chunks hand on their state", _split),
     "step": ("step == whole", _step),
@@ -439,6 +635,7 @@ CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
     "many": ("more sequences than a grid of blocks has", _many),
     "packed": ("packed == separate", _packed),
     "gradient": ("the pullback is the derivative", _gradient),
+    "strided": ("arrays that are not contiguous", _strided),
     "inputs": ("inputs are left alone", _inputs),
 }
 """The checks by name: what each shows, and how."""
@@ -454,16 +651,22 @@ def check_recurrence(
     vjp: Callable[..., Any] | None = None,
     asarray: Callable[[Any], Any] = np.asarray,
     dtype: str = "float32",
+    dim: int | None = None,
+    value_dim: int | None = None,
+    lengths: Sequence[int] | None = None,
     rtol: float | None = None,
     skip: Collection[str] = (),
+    on_fail: str = "raise",
 ) -> RecurrenceReport:
     """Try a kernel for a gated or delta recurrence against the loop over tokens.
 
     Compared are outputs and states with :func:`linattn.reference.recurrence` in float64 and with
     two tokens worked out by hand; whole sequences with any split and with single tokens; what
-    changed tokens do to earlier outputs; decays from e^-50 to e^-0.0001 a token, beta of 0 and 2,
-    keys that have not norm 1, nearly parallel and zero keys, lengths around every size of chunk
-    from 16 to 256, 65,537 sequences, packed sequences, gradients.
+    changed tokens do to earlier outputs; d and e up to 256, up to 2,100 tokens, lengths around
+    every size of chunk from 16 to 256; log decays of 0, -0.0001, -30 and -50, beta of 0 and 2; keys
+    that have not norm 1, nearly parallel and zero keys; 65,537 sequences, packed sequences, arrays
+    that are not contiguous; gradients. Each row says at which lengths, heads, sizes and gates it
+    tried the kernel.
 
     Parameters
     ----------
@@ -482,16 +685,27 @@ def check_recurrence(
     vjp : callable, optional
         ``vjp(query, key, value, ...)`` gives ``(output, pullback)``, and ``pullback(grad_output)``
         the gradients by query, key, value, ``log_decay``, ``beta`` and ``initial_state``, in this
-        order, those that the rule has.
+        order, those that were given. If it gives ``((output, state), pullback)``, gradients through
+        the final state are compared too: ``pullback(grad_output, grad_state)``.
     asarray : callable, optional
         Makes an array of the kernel's framework of a NumPy array, such as ``torch.from_numpy``.
-    dtype : {"float32", "float64"}, optional
-        Of what the kernel is given. Default "float32".
+    dtype : {"float16", "bfloat16", "float32", "float64"}, optional
+        Of queries, keys, values and ``grad_output``. Beside 16 bits, states, ``log_decay`` and
+        ``beta`` are float32. For "bfloat16", ``asarray`` is given float32 and its arrays are cast;
+        NumPy needs ``ml_dtypes`` imported. Default "float32".
+    dim, value_dim : int, optional
+        The only d, and the only e, for a kernel that is made for one, such as 128. Default: many.
+    lengths : sequence of int, optional
+        The only numbers of tokens, for a kernel that takes multiples of a chunk. Checks that need
+        others are skipped. Default: many.
     rtol : float, optional
-        Largest difference, in terms of the largest entry but at least 1. Default 2e-5 in float32
-        and 1e-9 in float64.
+        Largest difference, in terms of the largest entry but at least 1. Default 1e-9 in float64,
+        2e-5 in float32, 4e-3 in float16 and 2e-2 in bfloat16; for gradients 2e-2 in float16 and
+        8e-2 in bfloat16.
     skip : collection of str, optional
         Checks to leave out, such as "packed".
+    on_fail : {"raise", "return"}, optional
+        Whether a failed check raises at the end, or is only in the report. Default "raise".
 
     Returns
     -------
@@ -500,8 +714,11 @@ def check_recurrence(
 
     Raises
     ------
+    CheckFailedError
+        A check failed: an AssertionError, whose message is the whole table.
     TypeError, ValueError
-        Not a function, an unknown rule, layout, dtype or check.
+        Not a function, an unknown rule, layout, dtype or check; sizes that are not positive; no
+        lengths.
 
     Examples
     --------
@@ -512,6 +729,7 @@ def check_recurrence(
     >>> check_recurrence(kernel, update_rule="delta").passed
     True
     """
+    check_on_fail(on_fail)
     check_function("function", function, "(query, key, value, ...) -> (output, state)")
     check_function("asarray", asarray, "(array) -> array")
     if vjp is not None:
@@ -530,15 +748,30 @@ def check_recurrence(
             message = f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
             raise ValueError(message)
         layout = LAYOUTS[layout]
-    allowed = RTOL[dtype] if rtol is None else _checks.check_finite_number("rtol", rtol)
-    kernel = _Kernel(function, update_rule, by_channel, layout, asarray, dtype, allowed, vjp)
+    for name, size in (
+        ("dim", dim),
+        ("value_dim", value_dim),
+        *(("lengths", n) for n in lengths or ()),
+    ):
+        if size is not None:
+            _checks.check_positive_int(name, size)
+    if lengths is not None:
+        check_not_empty("lengths", lengths)
+        lengths = tuple(lengths)
+    allowed = (RTOL[dtype], GRADIENT_RTOL[dtype])
+    if rtol is not None:
+        allowed = (_checks.check_finite_number("rtol", rtol, positive=True),) * 2
+    kernel = _Kernel(
+        *(function, update_rule, by_channel, layout, asarray, dtype, *allowed, vjp),
+        *(dim, value_dim, lengths),
+    )
     title = f"{getattr(function, '__name__', type(function).__name__)}, {update_rule}, {dtype}"
     rows = (
         _row(name, what, check, kernel)
         for name, (what, check) in CHECKS.items()
         if name not in skip
     )
-    return RecurrenceReport(title, tuple(rows))
+    return settled(RecurrenceReport(title, tuple(rows)), on_fail)
 
 
 def _row(name: str, what: str, check: Callable[[_Kernel], str], kernel: _Kernel) -> Row:
@@ -546,4 +779,6 @@ def _row(name: str, what: str, check: Callable[[_Kernel], str], kernel: _Kernel)
         with np.errstate(all="ignore"):
             return Evidence(name, check(kernel))
 
-    return row_of(name, what, checked)
+    kernel.tried.clear()
+    row = row_of(name, what, checked)
+    return replace(row, detail=f"{row.detail}; {kernel.seen()}") if kernel.tried else row
