@@ -103,7 +103,7 @@ def test_planted_mistakes_are_found(mistake):
     def wrong(*tokens, **gates):
         return right(*tokens, **gates, is_wrong=lambda name: name == mistake)
 
-    report = check_recurrence(wrong, update_rule="gated_delta", skip=SKIPPED)
+    report = check_recurrence(wrong, update_rule="gated_delta", skip=SKIPPED, on_fail="return")
     assert not report.passed
     rows = {row.check: row.result for row in report.rows}
     assert rows[MISTAKES[mistake]] == "FAILED", str(report)
@@ -121,7 +121,7 @@ def test_quotients_of_decays_are_found():
         return output / np.sqrt(key.shape[-1]), left[..., -1:, :] * initial_state + after
 
     skip = [*SKIPPED, "no state"]
-    report = check_recurrence(wrong, update_rule="gated", skip=skip)
+    report = check_recurrence(wrong, update_rule="gated", skip=skip, on_fail="return")
     rows = {row.check: row.result for row in report.rows}
     assert rows["decay"] == "FAILED"
     assert rows["golden"] == rows["inputs"] == "passed"
@@ -147,7 +147,7 @@ def test_mistakes_of_packing_and_of_gradients_are_found():
 
         return output, without_the_triangle
 
-    report = check_recurrence(one_sequence, **rule, vjp=vjp, skip=["many"])
+    report = check_recurrence(one_sequence, **rule, vjp=vjp, skip=["many"], on_fail="return")
     failed = {row.check: row.detail for row in report.rows if row.result == "FAILED"}
     assert set(failed) == {"packed", "gradient"}
     assert "gradient of beta" in failed["gradient"]
@@ -279,9 +279,10 @@ def test_a_layout_of_your_own():
 
 
 def test_what_a_kernel_raises_or_returns_is_reported():
-    report = check_recurrence(lambda *tokens, **gates: 1 / 0, update_rule="linear", skip=SKIPPED)
+    options = {"update_rule": "linear", "skip": SKIPPED, "on_fail": "return"}
+    report = check_recurrence(lambda *tokens, **gates: 1 / 0, **options)
     assert "raises ZeroDivisionError" in report.rows[0].detail
-    report = check_recurrence(lambda q, k, v, **gates: q, update_rule="linear", skip=SKIPPED)
+    report = check_recurrence(lambda q, k, v, **gates: q, **options)
     assert "want (output, state)" in report.rows[0].detail
 
 
@@ -289,7 +290,7 @@ def test_bad_arguments():
     for match, options in (
         ("update_rule must be one of linear", {"update_rule": "rwkv"}),
         ("layout must be one of linattn, fla, onnx", {"layout": "bhtd"}),
-        ("dtype must be one of", {"dtype": "float16"}),
+        ("dtype must be one of", {"dtype": "float8"}),
         ("skip must be one of golden", {"skip": ["golden", "steps"]}),
     ):
         with pytest.raises(ValueError, match=match):

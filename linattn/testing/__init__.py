@@ -2,9 +2,9 @@
 
 Is my feature map unbiased? Is the variance as claimed? Does nothing leak from later tokens? Each
 ``assert_*`` raises AssertionError with its name and the numbers that it found, or returns
-:class:`Evidence`. Each ``check_*`` and battery makes a table: it raises :class:`CheckFailedError`, an
-AssertionError, if a row failed; ``on_fail="return"`` returns the report instead. Use them with or
-without pytest.
+:class:`Evidence`. Each ``check_*`` and battery makes a table: it raises :class:`CheckFailedError`,
+an AssertionError, if a row failed; ``on_fail="return"`` returns the report instead. Use them with
+or without pytest.
 
 Random tests take ``false_alarm_rate``, by default 1e-9, and ``rng``, by default 0: the same draws
 each time. Thresholds follow from exact variances, with proofs. If no valid test exists,

@@ -22,12 +22,14 @@ from linattn.testing._evidence import (
 from linattn.typing import Array, ColumnNormalized, FeatureMap, Features, SeparateDenominator
 
 __all__ = [
+    "SIDES",
     "Floats",
     "MapOrFactory",
     "MapSource",
     "check_map_or",
     "checked_features",
     "feature_products",
+    "feature_rows",
     "has_negative_features",
     "has_positions",
     "lead_axes",
@@ -226,19 +228,24 @@ def lead_axes(feature_map: Any, dim: int) -> tuple[int, ...]:
     return tuple(np.shape(log if values is None else values)[:-2])
 
 
+SIDES = ("query_features", "key_features")
+
+
+def feature_rows(feature_map: Any, side: str, x: Array) -> Floats:
+    """Features of moderate vectors as numbers."""
+    log, values = _logs_and_values(checked_features(feature_map, side, x))
+    return np.asarray(values * np.exp(log))
+
+
 def has_negative_features(feature_map: Any, dim: int) -> bool:
     """Whether some features of moderate vectors are negative, so that sums of them may cancel."""
     x = np.random.default_rng(0).standard_normal((33, dim))
-    sides = (checked_features(feature_map, f"{side}_features", x) for side in ("query", "key"))
-    return any(f.values is not None and np.nanmin(on_host(f.values)) < 0 for f in sides)
+    return any(np.nanmin(feature_rows(feature_map, side, x)) < 0 for side in SIDES)
 
 
 def has_positions(feature_map: Any, dim: int) -> bool:
     """Whether one vector has other features at another position."""
-    log, values = _logs_and_values(
-        checked_features(feature_map, "key_features", np.full((3, dim), 0.5))
-    )
-    rows = values * np.exp(log)
+    rows = feature_rows(feature_map, "key_features", np.full((3, dim), 0.5))
     return not np.allclose(rows, rows[..., :1, :], rtol=1e-9, atol=0)
 
 

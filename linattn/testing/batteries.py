@@ -9,8 +9,8 @@ right estimator fails, all rows together; default 1e-9) and ``rng`` (default 0).
 is known in closed form, ``kurtosis`` is an upper bound of ``E (X - mu)^4 / Var(X)^2`` of one draw,
 by default 25.
 
-Every battery raises CheckFailedError where a check fails, with the whole table; TypeError for what is
-not such a function; ValueError for draws of another shape, another ``on_fail``, and whatever
+Every battery raises CheckFailedError where a check fails, with the whole table; TypeError for what
+is not such a function; ValueError for draws of another shape, another ``on_fail``, and whatever
 :func:`linattn.testing.assert_estimator` raises it for.
 """
 

@@ -5,7 +5,7 @@ Letters: ``B`` batch, ``H`` heads of states, ``L`` tokens, ``d`` dim, ``e`` valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ from linattn.testing._evidence import (
     on_host,
 )
 from linattn.testing.backend import BackendReport
-from linattn.testing.check import Row, check_on_fail, row_of, settled
+from linattn.testing.check import SKIPPED, Row, check_on_fail, row_of, settled
 
 __all__ = ["LAYOUTS", "RecurrenceLayout", "RecurrenceReport", "check_recurrence"]
 
@@ -151,10 +151,12 @@ class _Kernel:
     dim: int | None
     value_dim: int | None
     lengths: tuple[int, ...] | None
+    step: int = 1
+    """Of the last axis of arrays in memory; above 1 they are not contiguous."""
     tried: dict[str, set[Any]] = field(default_factory=dict)
 
     def problem(self, length: int, seed: int = 0, **sizes: float) -> Arguments:
-        """Random arguments.
+        """Random arguments, as many tokens or the next number of ``lengths``.
 
         ``sizes``: of batch and heads, d and e, the mean log decay, the largest beta.
 
@@ -190,24 +192,20 @@ class _Kernel:
         """Arguments in float64, as the kernel will have them."""
         return {name: _rounded(array, self.kind(name)) for name, array in arguments.items()}
 
-    def in_layout(self, name: str, array: Floats, *, strided: bool = False) -> Any:
+    def in_layout(self, name: str, array: Floats) -> Any:
         """One argument as the kernel wants it."""
         if "state" not in name:
-            kind = self.layout.tokens if array.ndim == 4 else self.layout.numbers
-            array = kind(array)
-        kind_of = self.kind(name)
-        host = np.array(array, dtype="float32" if kind_of == "bfloat16" else kind_of)
-        given = self.asarray(np.repeat(host, 2, axis=-1) if strided else host)
-        if kind_of == "bfloat16":
-            given = _bfloat16(given)
-        return given[..., ::2] if strided else given
+            array = (self.layout.tokens if array.ndim == 4 else self.layout.numbers)(array)
+        kind = self.kind(name)
+        host = np.array(array, dtype="float32" if kind == "bfloat16" else kind)
+        given = self.asarray(host if self.step == 1 else np.repeat(host, self.step, axis=-1))
+        given = _bfloat16(given) if kind == "bfloat16" else given
+        return given if self.step == 1 else given[..., :: self.step]
 
-    def run(
-        self, arguments: Arguments, *, strided: bool = False, **options: Any
-    ) -> tuple[Floats, Floats]:
+    def run(self, arguments: Arguments, **options: Any) -> tuple[Floats, Floats]:
         """Return the output ``(B, H, L, e)`` and the state; options are passed on unchanged."""
         self.note(arguments)
-        given = {name: self.in_layout(name, x, strided=strided) for name, x in arguments.items()}
+        given = {name: self.in_layout(name, array) for name, array in arguments.items()}
         result = self.function(
             given.pop("query"), given.pop("key"), given.pop("value"), **given, **options
         )
@@ -219,19 +217,14 @@ class _Kernel:
     def note(self, arguments: Arguments) -> None:
         """Remember what the kernel is given, for the report."""
         batch, heads, length, dim = arguments["key"].shape
-        seen = {
-            "tokens": {length},
-            "batch x heads": {f"{batch:,} x {heads}"},
-            "d x e": {f"{dim} x {arguments['value'].shape[-1]}"},
-        }
-        for name in ("log_decay", "beta"):
-            if name in arguments:
-                seen[name] = {float(f(arguments[name])) for f in (np.min, np.max)}
-        for name, values in seen.items():
+        size = f"{dim} x {arguments['value'].shape[-1]}"
+        seen = {"tokens": {length}, "batch x heads": {f"{batch:,} x {heads}"}, "d x e": {size}}
+        gates = {n: {x.min(), x.max()} for n, x in arguments.items() if n in ("log_decay", "beta")}
+        for name, values in (seen | gates).items():
             self.tried.setdefault(name, set()).update(values)
 
     def seen(self) -> str:
-        """Say at which lengths, heads, sizes, dtype and gates the kernel was tried."""
+        """Say at which lengths, heads, sizes, gates and dtype the kernel was tried."""
         parts = [
             f"{name} {min(values):.3g} to {max(values):.3g}"
             if name in ("log_decay", "beta")
@@ -259,22 +252,16 @@ class _Kernel:
         if not error <= allowed:
             fail(what, f"largest difference {error:.3g}, want at most {allowed:.3g}")
 
-    def check(self, what: str, arguments: Arguments, *, strided: bool = False) -> None:
+    def check(self, what: str, arguments: Arguments) -> None:
         """Compare one call with the loop."""
-        output, state = self.run(arguments, strided=strided)
+        what = ", ".join([*filter(None, [what]), f"{arguments['key'].shape[2]:,} tokens"])
+        output, state = self.run(arguments)
         want, want_state = self.truth(arguments)
         self.compare(f"output, {what}", output, want)
         self.compare(f"state, {what}", state, want_state)
 
-    def need(self, kind: str) -> None:
-        if kind not in self.rule:
-            message = f"update_rule={self.rule!r} has no {'gate' if kind == 'gated' else 'beta'}"
-            raise UntestableError(message)
-
-    def need_lengths(self, *needed: int) -> None:
-        missing = [n for n in needed if self.lengths is not None and n not in self.lengths]
-        if missing:
-            message = f"lengths= leaves out {', '.join(map(str, missing))} tokens"
+    def need(self, condition: object, message: str) -> None:
+        if not condition:
             raise UntestableError(message)
 
 
@@ -288,18 +275,28 @@ def _rounded(array: Floats, dtype: str) -> Floats:
 
 def _bfloat16(array: Any) -> Any:
     """Cast an array of float32, unless ``asarray`` has done that."""
-    if "bfloat16" in str(array.dtype):
-        return array
     xp = _arrays.namespace(array)
-    try:
-        return xp.astype(array, getattr(xp, "bfloat16", None) or np.dtype("bfloat16"))
-    except TypeError as error:
+    if xp.__name__.endswith("numpy") and "bfloat16" not in np.sctypeDict:
         message = (
-            f"dtype='bfloat16' needs arrays of a library that has it, got "
-            f"{_arrays.library_name(xp)}: give asarray=torch.from_numpy or jax.numpy.asarray, or "
-            f"import ml_dtypes"
+            "dtype='bfloat16' needs asarray=torch.from_numpy or another library's; or ml_dtypes"
         )
-        raise ValueError(message) from error
+        raise ValueError(message)
+    return xp.astype(array, getattr(xp, "bfloat16", "bfloat16"))
+
+
+def _each(
+    cases: Callable[[_Kernel], Iterator[tuple[str, Arguments]]],
+) -> Callable[[_Kernel], str]:
+    """Make a check of problems: each is compared with the loop."""
+
+    def check(kernel: _Kernel) -> str:
+        whats = []
+        for what, arguments in cases(kernel):
+            kernel.check(what, arguments)
+            whats.append(what)
+        return ", ".join(filter(None, whats)) or "the loop in float64"
+
+    return check
 
 
 def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
@@ -311,82 +308,71 @@ def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 
 def _golden(kernel: _Kernel) -> str:
-    kernel.need_lengths(2)
     group, dim, width = kernel.layout.group, kernel.dim or 1, kernel.value_dim or 1
-    shape = (1, 1, 2, dim)
 
-    def first(numbers: Any, size: int, axis: int = -1) -> Floats:
-        """Put numbers into the first of ``size`` coordinates, 0 into the others."""
-        array = np.asarray(numbers, dtype=np.float64)
-        edges = [(0, size - 1) if i == axis % array.ndim else (0, 0) for i in range(array.ndim)]
-        return np.pad(array, edges)
+    def first(numbers: Any, *shape: int) -> Floats:
+        """Put numbers into the first of the last axis, 0 into the others."""
+        array = np.zeros(shape)
+        array[..., 0] = numbers
+        return array
 
-    column = (1, 1, 2, 1)
+    def state(number: float) -> Floats:
+        return first(number, 1, 1, dim * width).reshape(1, 1, dim, width)
+
     arguments = {
-        "query": first(np.full((1, group, 2, 1), np.sqrt(dim)), dim),
-        "key": first(np.reshape([1.0, 0.5], column), dim),
-        "value": first(np.reshape([4.0, 3.0], column), width),
-        "initial_state": first(first(np.full((1, 1, 1, 1), 2.0), width), dim, axis=-2),
+        "query": first(np.sqrt(dim), 1, group, 2, dim),
+        "key": first([1.0, 0.5], 1, 1, 2, dim),
+        "value": first([4.0, 3.0], 1, 1, 2, width),
+        "initial_state": state(2.0),
     }
     if "gated" in kernel.rule:
         decay = np.log([[[0.5, 0.25]]])
-        arguments["log_decay"] = (
-            np.broadcast_to(decay[..., None], shape) if kernel.by_channel else decay
-        )
+        by_channel = np.repeat(decay[..., None], dim, axis=-1)
+        arguments["log_decay"] = by_channel if kernel.by_channel else decay
     if "delta" in kernel.rule:
         arguments["beta"] = np.array([[[0.5, 1.0]]])
-    output, state = kernel.run(arguments)
+    output, after = kernel.run(arguments)
     wanted, last = GOLDEN[kernel.rule]
-    column_of_outputs = np.broadcast_to(wanted, (1, group, 2))[..., None]
-    kernel.compare("output", output, first(column_of_outputs, width))
-    kernel.compare("state", state, first(first(np.full((1, 1, 1, 1), last), width), dim, axis=-2))
+    kernel.compare("output", output, first(wanted, 1, group, 2, width))
+    kernel.compare("state", after, state(last))
     return "two tokens by hand"
 
 
-def _loop(kernel: _Kernel) -> str:
+def _loop(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     for turn, length in enumerate(kernel.lengths or LENGTHS):
         heads, batch = HEADS[turn % len(HEADS)], 2 - turn % 2
-        arguments = kernel.problem(length, seed=length, heads=heads, batch=batch, decay=0.05)
-        kernel.check(f"{length} tokens", arguments)
-    return "token by token in float64"
+        yield "", kernel.problem(length, seed=length, heads=heads, batch=batch, decay=0.05)
 
 
-def _sizes(kernel: _Kernel) -> str:
-    if kernel.dim or kernel.value_dim:
-        message = "dim or value_dim was given"
-        raise UntestableError(message)
+def _sizes(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+    kernel.need(not (kernel.dim or kernel.value_dim), "dim or value_dim was given")
     for dim, value_dim in SIZES:
-        sizes = {"dim": dim, "value_dim": value_dim, "heads": 2, "batch": 1}
-        kernel.check(f"d {dim}, e {value_dim}", kernel.problem(130, seed=dim, **sizes))
-    return "d and e of all sizes in use"
+        yield "", kernel.problem(130, dim, dim=dim, value_dim=value_dim, heads=2, batch=1)
 
 
-def _no_state(kernel: _Kernel) -> str:
+def _no_state(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     for length in (20, 300):
         arguments = kernel.problem(length)
         del arguments["initial_state"]
-        kernel.check("no initial state", arguments)
-    return "zeros before the first token"
+        yield "no initial state", arguments
 
 
 def _split(kernel: _Kernel) -> str:
     for length, *all_cuts in ((150, [1], [64], [77, 128], [149]), (400, [128], [256], [200, 320])):
-        for cuts in ([0, *cuts, length] for cuts in all_cuts):
-            kernel.need_lengths(length, *(stop - start for start, stop in pairwise(cuts)))
-            arguments = kernel.problem(length)
-            whole, last = kernel.run(arguments)
+        arguments = kernel.problem(length)
+        whole, last = kernel.run(arguments)
+        for cuts in all_cuts:
             state, outputs = arguments["initial_state"], []
-            for start, stop in pairwise(cuts):
+            for start, stop in pairwise([0, *cuts, length]):
                 part = _rows(arguments, start, stop) | {"initial_state": state}
                 output, state = kernel.run(part)
                 outputs.append(output)
-            kernel.compare(f"split at {cuts[1:-1]}", np.concatenate(outputs, axis=2), whole)
-            kernel.compare(f"state, split at {cuts[1:-1]}", state, last)
+            kernel.compare(f"split at {cuts}", np.concatenate(outputs, axis=2), whole)
+            kernel.compare(f"state, split at {cuts}", state, last)
     return "chunks that hand their state on"
 
 
 def _step(kernel: _Kernel) -> str:
-    kernel.need_lengths(1, 70)
     arguments = kernel.problem(70)
     whole, _ = kernel.run(arguments)
     state = arguments["initial_state"]
@@ -397,12 +383,11 @@ def _step(kernel: _Kernel) -> str:
 
 
 def _causal(kernel: _Kernel) -> str:
-    for length, cuts in ((130, (1, 63, 64, 100)), (400, (65, 127, 200, 257, 383))):
-        arguments = kernel.problem(length)
-        other = kernel.problem(length, seed=1, decay=3.0)
+    for wanted, cuts in ((130, (1, 63, 64, 100)), (400, (65, 127, 200, 257, 383))):
+        arguments = kernel.problem(wanted)
+        other = kernel.problem(wanted, seed=1, decay=3.0)
         before, _ = kernel.run(arguments)
-        length = before.shape[2]
-        for t in (t for t in cuts if t < length):
+        for t in (t for t in cuts if t < before.shape[2]):
             changed = {
                 name: array
                 if name == "initial_state"
@@ -419,89 +404,72 @@ def _causal(kernel: _Kernel) -> str:
     return "changed tokens are not felt before them"
 
 
-def _long_decay(kernel: _Kernel) -> str:
-    kernel.need("gated")
+def _long_decay(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+    kernel.need("gated" in kernel.rule, f"update_rule={kernel.rule!r} has no gate")
     slow = kernel.problem(130, decay=1e-3)
-    chosen = np.random.default_rng(1).random(slow["log_decay"].shape)
-    zeros = np.zeros_like(slow["log_decay"])
-    runs = np.arange(zeros.shape[2]).reshape(-1, 1)[:, : zeros.ndim - 3 or None] // 40 % 2
-    runs = runs if zeros.ndim == 4 else runs[:, 0]
+    given = slow["log_decay"]
+    chosen = np.random.default_rng(1).random(given.shape)
+    in_runs = np.moveaxis(np.zeros_like(given), 2, -1) + np.arange(given.shape[2]) // 40 % 2
     for what, log_decay in (
-        ("of e^-50", zeros - 50),
-        ("of e^-30", zeros - 30),
-        ("of e^-50 among slow ones", np.where(chosen < 0.3, -50.0, slow["log_decay"])),
-        ("of 1, log decay 0", zeros),
-        ("of 1 among others", np.where(chosen < 0.3, 0.0, -chosen)),
-        ("of 1 and e^-30 in runs", np.where(runs == 1, -30.0, zeros)),
+        ("e^-50", np.full_like(given, -50.0)),
+        ("e^-30", np.full_like(given, -30.0)),
+        ("1 (log decay 0)", np.zeros_like(given)),
+        ("e^-50 among slow ones", np.where(chosen < 0.3, -50.0, given)),
+        ("1 among others", np.where(chosen < 0.3, 0.0, -chosen)),
+        ("1 and e^-30 in runs", -30 * np.moveaxis(in_runs, -1, 2)),
     ):
-        kernel.check(f"decays {what}", slow | {"log_decay": log_decay})
-    kernel.check("decays of e^-0.0001, 1,000 tokens", kernel.problem(1000, decay=1e-4))
-    return "0, e^-30, e^-50 and e^-0.0001 a token"
+        yield f"decays of {what}", slow | {"log_decay": log_decay}
+    yield "decays of e^-0.0001", kernel.problem(1000, decay=1e-4)
 
 
-def _beta(kernel: _Kernel) -> str:
-    kernel.need("delta")
+def _beta(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+    kernel.need("delta" in kernel.rule, f"update_rule={kernel.rule!r} has no beta")
     for value in (0.0, 1.0, 2.0):
         arguments = kernel.problem(100)
-        arguments["beta"] = np.full_like(arguments["beta"], value)
-        kernel.check(f"beta = {value:g}", arguments)
-    return "0, 1 and 2"
+        yield f"beta = {value:g}", arguments | {"beta": np.full_like(arguments["beta"], value)}
 
 
-def _keys(kernel: _Kernel) -> str:
+def _keys(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     for size, beta in ((0.5, 2.0), (1.5, 0.5)):
         arguments = kernel.problem(100, beta=beta)
-        kernel.check(f"keys of norm {size:g}", arguments | {"key": size * arguments["key"]})
+        yield f"keys of norm {size:g}", arguments | {"key": size * arguments["key"]}
     arguments, size = kernel.problem(100), 1e3 if kernel.dtype == "float16" else 1e5
-    arguments["value"] = size * arguments["value"]
-    kernel.check(f"values of size {size:g}", arguments)
-    return f"norms of 0.5 and 1.5; values of size {size:g}"
+    yield f"values of size {size:g}", arguments | {"value": size * arguments["value"]}
 
 
-def _correlated(kernel: _Kernel) -> str:
+def _correlated(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     """Nearly parallel keys, written whole and in part, and zero keys."""
-    length = 130
+    arguments = kernel.problem(130, seed=5, decay=0.01)
+    key = arguments["key"]
+    common = key[:, :, :1]
+    across = key - np.sum(key * common, axis=-1, keepdims=True) * common
+    across /= np.maximum(np.linalg.norm(across, axis=-1, keepdims=True), 1e-300)
     for cosine in COSINES:
-        arguments = kernel.problem(length, seed=5, decay=0.01)
-        key = arguments["key"]
-        common = key[:, :, :1]
-        across = key - np.sum(key * common, axis=-1, keepdims=True) * common
-        across /= np.maximum(np.linalg.norm(across, axis=-1, keepdims=True), 1e-300)
         # Keys a e + b u, u random across e: two of them have a cosine of about a^2.
-        arguments["key"] = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
-        kernel.check(f"keys of cosine {cosine:g}", arguments)
+        keys = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
+        yield f"keys of cosine {cosine:g}", arguments | {"key": keys}
         if "beta" in arguments:
-            arguments["beta"] = np.ones_like(arguments["beta"])
-            kernel.check(f"keys of cosine {cosine:g}, beta 1", arguments)
-    zeros = kernel.problem(length, seed=6)
-    zeros["key"][:, :, ::3] = 0
-    kernel.check("every third key zero", zeros)
-    kernel.check("all keys zero", zeros | {"key": 0 * zeros["key"]})
-    return f"cosines {', '.join(f'{cosine:g}' for cosine in COSINES)}, zero keys"
+            ones = {"beta": np.ones_like(arguments["beta"])}
+            yield f"keys of cosine {cosine:g}, beta 1", arguments | {"key": keys} | ones
+    third = key * (np.arange(key.shape[2]) % 3 > 0)[:, None]
+    yield "every third key zero", arguments | {"key": third}
+    yield "all keys zero", arguments | {"key": 0 * key}
 
 
-def _borders(kernel: _Kernel) -> str:
+def _borders(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     for chunk in CHUNKS:
         for length in (chunk - 1, chunk, chunk + 1):
-            kernel.need_lengths(length)
-            kernel.check(f"{length} tokens", kernel.problem(length, seed=length, batch=1))
-    return f"one token less, as many and one more than {', '.join(map(str, CHUNKS))}"
+            yield "", kernel.problem(length, seed=length, batch=1)
 
 
-def _many(kernel: _Kernel) -> str:
-    kernel.need_lengths(2)
-    size = (kernel.dim or 4) * (kernel.value_dim or 2)
-    if size > 256:
-        message = f"{MANY:,} states take {MANY * size * 8 / 1e9:.1f} GB; leave dim= out"
-        raise UntestableError(message)
-    sizes: dict[str, float] = {"batch": MANY, "heads": 1, "dim": 4, "value_dim": 2}
-    kernel.check(f"{MANY:,} sequences", kernel.problem(2, seed=7, **sizes))
-    return f"{MANY:,} sequences of 2 tokens"
+def _many(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+    size = MANY * (kernel.dim or 4) * (kernel.value_dim or 2)
+    kernel.need(size < 2**25, f"{MANY:,} states of this size take {size * 8 / 1e9:.1f} GB")
+    yield f"{MANY:,} sequences", kernel.problem(2, 7, batch=MANY, heads=1, dim=4, value_dim=2)
 
 
 def _packed(kernel: _Kernel) -> str:
     for borders in ([0, 5, 5, 70, 71, 130], [0, 270, 271, 600]):
-        kernel.need_lengths(*(stop - start for start, stop in pairwise(borders)))
         arguments = {name: x[:1] for name, x in kernel.problem(borders[-1]).items()}
         # One batch: packed sequences take its place, in states too.
         shape = (len(borders) - 1, *arguments["initial_state"].shape[1:])
@@ -517,96 +485,78 @@ def _packed(kernel: _Kernel) -> str:
 
 
 def _gradient(kernel: _Kernel) -> str:
-    if kernel.vjp is None:
-        message = "no vjp was given"
-        raise UntestableError(message)
-    vjp = kernel.vjp
-    names: list[str] = []
+    kernel.need(kernel.vjp, "no vjp was given")
+    whats = [_compare_gradients(kernel, what, x) for what, x in _gradient_problems(kernel)]
+    return whats[0]
+
+
+def _gradient_problems(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     for length in kernel.lengths or GRADIENT_LENGTHS:
-        arguments = kernel.problem(
-            length, seed=length, beta=2.0, decay=0.3 if length < 100 else 0.02
-        )
-        names, state = _compare_gradients(kernel, vjp, f"{length} tokens", arguments)
-    sizes: dict[str, float] = {"dim": 64, "value_dim": 128, "heads": 2, "batch": 1}
-    ends = kernel.problem(130, seed=1, **sizes)
-    rng = np.random.default_rng(4)
+        decay = 0.3 if length < 100 else 0.02
+        yield "", kernel.problem(length, seed=length, beta=2.0, decay=decay)
+    ends = kernel.problem(130, seed=1, dim=64, value_dim=128, heads=2, batch=1)
     for name, values in (("log_decay", GATES), ("beta", (0.0, 1.0, 1.5, 2.0))):
         if name in ends:
-            ends[name] = rng.choice(values, ends[name].shape)
-    _compare_gradients(kernel, vjp, "gates and beta at their ends", ends)
+            ends[name] = np.random.default_rng(4).choice(values, ends[name].shape)
+    yield "gates and beta at their ends, ", ends
     if "log_decay" in ends:
-        _compare_gradients(
-            kernel, vjp, "log decays of 0", ends | {"log_decay": 0 * ends["log_decay"]}
-        )
+        yield "log decays of 0, ", ends | {"log_decay": 0 * ends["log_decay"]}
     del ends["initial_state"]
-    _compare_gradients(kernel, vjp, "no initial state", ends)
-    final = "through the final state too" if state else "not through the final state"
-    return f"by {', '.join(names)}, {final}"
+    yield "no initial state, ", ends
 
 
-def _compare_gradients(
-    kernel: _Kernel, vjp: Callable[..., Any], what: str, arguments: Arguments
-) -> tuple[list[str], bool]:
-    """Compare output and gradients with ours; return their names, and whether it has a state."""
+def _compare_gradients(kernel: _Kernel, what: str, arguments: Arguments) -> str:
+    """Compare output and every gradient with ours, and say which."""
     names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-    order = [name for name in names if name in arguments]
-    wide = kernel.rounded({name: arguments[name] for name in order})
+    wide = kernel.rounded({name: arguments[name] for name in names if name in arguments})
     kernel.note(wide)
-    group = kernel.layout.group
-    ours = {name: x if name == "query" else x[:, :, None] for name, x in wide.items()}
-    batch, heads, length, dim = wide["query"].shape
+    group, (batch, heads, length, dim) = kernel.layout.group, wide["query"].shape
+    ours = {name: x[:, :, None] for name, x in wide.items()}
     ours["query"] = wide["query"].reshape(batch, heads // group, group, length, dim)
     ours_vjp: Any = linear_recurrence_vjp
-    (output, state), pullback = ours_vjp(**ours, update_rule=kernel.rule, return_state=True)
-    rng = np.random.default_rng(3)
+    results, pullback = ours_vjp(**ours, update_rule=kernel.rule, return_state=True)
+    given = {name: kernel.in_layout(name, array) for name, array in wide.items()}
+    tokens, vjp = [given.pop(name) for name in names[:3]], kernel.vjp
+    assert vjp is not None
+    found, theirs = vjp(*tokens, **given)
+    has_state = isinstance(found, tuple | list)
+    rng, results = np.random.default_rng(3), results if has_state else results[:1]
     cotangents = kernel.rounded(
         {
-            "grad_output": rng.standard_normal(output.shape),
-            "grad_state": rng.standard_normal(state.shape),
+            name: rng.standard_normal(result.shape)
+            for name, result in zip(("grad_output", "grad_state"), results, strict=False)
         }
     )
-    given = {name: kernel.in_layout(name, arguments[name]) for name in order}
-    tokens = [given.pop(name) for name in ("query", "key", "value")]
-    result, theirs = vjp(*tokens, **given)
-    has_state = isinstance(result, tuple | list)
-    if not has_state:
-        del cotangents["grad_state"]
-    flat = {
-        name: x.reshape(batch, heads, length, -1) if name == "grad_output" else x[:, :, 0]
-        for name, x in cotangents.items()
-    }
-    want = dict(zip(order, pullback(*cotangents.values()), strict=True))
-    found = theirs(*(kernel.in_layout(name, x) for name, x in flat.items()))
-    got = dict(zip(order, found, strict=True))
-    first = kernel.layout.output(on_host(result[0] if has_state else result), heads)
-    kernel.compare(f"output of vjp, {what}", first, output.reshape(first.shape))
-    for name in order:
-        expected = on_host(kernel.in_layout(name, want[name].reshape(wide[name].shape)))
+    wanted = pullback(*cotangents.values())
+    flat = {n: x.reshape(batch, -1, *x.shape[3:]) for n, x in cotangents.items()}
+    got = theirs(*(kernel.in_layout(name, x) for name, x in flat.items()))
+    output = kernel.layout.output(on_host(found[0] if has_state else found), heads)
+    kernel.compare(
+        f"output of vjp, {what}{length} tokens", output, results[0].reshape(output.shape)
+    )
+    for name, mine, theirs in zip(wide, wanted, got, strict=True):
+        expected = on_host(kernel.in_layout(name, mine.reshape(wide[name].shape)))
         # A sum of as many terms as there are tokens.
         scale = largest(expected) or 1.0
-        kernel.compare(
-            f"gradient of {name}, {what}",
-            on_host(got[name]) / scale,
-            expected / scale,
-            kernel.gradient_rtol,
-        )
-    return order, has_state
+        label, rtol = f"gradient of {name}, {what}{length} tokens", kernel.gradient_rtol
+        kernel.compare(label, on_host(theirs) / scale, expected / scale, rtol)
+    final = "through the final state too" if has_state else "not through the final state"
+    return f"by {', '.join(wide)}; {final}"
 
 
 def _strided(kernel: _Kernel) -> str:
-    arguments = kernel.problem(130, seed=8)
+    arguments, strided = kernel.problem(130, seed=8), replace(kernel, step=2)
     try:
-        kernel.run(arguments, strided=True)
+        strided.run(arguments)
     except Exception as error:  # whatever a kernel raises is an answer
         message = f"refuses arrays that are not contiguous: {type(error).__name__}: {error}"
         raise UntestableError(message) from error
-    kernel.check("arrays that are not contiguous", arguments, strided=True)
+    strided.check("arrays that are not contiguous", arguments)
     return "every second number of larger arrays"
 
 
 def _inputs(kernel: _Kernel) -> str:
     arguments = kernel.problem(70)
-    kernel.note(arguments)
     given = {name: kernel.in_layout(name, array) for name, array in arguments.items()}
     before = {name: on_host(array) for name, array in given.items()}
     tokens = [given[name] for name in ("query", "key", "value")]
@@ -615,30 +565,33 @@ def _inputs(kernel: _Kernel) -> str:
     for name, array in given.items():
         if not np.array_equal(on_host(array), before[name]):
             fail(name, "was changed")
-    kernel.check("called again", arguments)
+    kernel.check("a second call", arguments)
     return "left alone, and a second call gives the same"
 
 
 CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
     "golden": ("values worked out by hand", _golden),
-    "loop": ("output and state of the loop", _loop),
-    "sizes": ("any d and e", _sizes),
-    "no state": ("starts from zeros", _no_state),
+    "loop": ("output and state of the loop", _each(_loop)),
+    "sizes": ("any d and e", _each(_sizes)),
+    "no state": ("starts from zeros", _each(_no_state)),
     "split": ("chunks hand on their state", _split),
     "step": ("step == whole", _step),
     "causal": ("later tokens change no earlier output", _causal),
-    "decay": ("strong and slow decays", _long_decay),
-    "beta": ("beta at its ends", _beta),
-    "keys": ("keys are used as they come", _keys),
-    "correlated": ("keys that are nearly parallel", _correlated),
-    "borders": ("sequences that end near a border of chunks", _borders),
-    "many": ("more sequences than a grid of blocks has", _many),
+    "decay": ("strong and slow decays", _each(_long_decay)),
+    "beta": ("beta at its ends", _each(_beta)),
+    "keys": ("keys are used as they come", _each(_keys)),
+    "correlated": ("keys that are nearly parallel", _each(_correlated)),
+    "borders": ("sequences that end near a border of chunks", _each(_borders)),
+    "many": ("more sequences than a grid of blocks has", _each(_many)),
     "packed": ("packed == separate", _packed),
     "gradient": ("the pullback is the derivative", _gradient),
     "strided": ("arrays that are not contiguous", _strided),
     "inputs": ("inputs are left alone", _inputs),
 }
 """The checks by name: what each shows, and how."""
+
+OWN_LENGTHS = ("golden", "split", "step", "borders", "many", "packed")
+"""Those that need numbers of tokens of their own."""
 
 
 @_arrays.on_array_device
@@ -696,8 +649,8 @@ def check_recurrence(
     dim, value_dim : int, optional
         The only d, and the only e, for a kernel that is made for one, such as 128. Default: many.
     lengths : sequence of int, optional
-        The only numbers of tokens, for a kernel that takes multiples of a chunk. Checks that need
-        others are skipped. Default: many.
+        The only numbers of tokens, for a kernel that takes multiples of a chunk. The checks that
+        need others are skipped: golden, split, step, borders, many, packed. Default: many.
     rtol : float, optional
         Largest difference, in terms of the largest entry but at least 1. Default 1e-9 in float64,
         2e-5 in float32, 4e-3 in float16 and 2e-2 in bfloat16; for gradients 2e-2 in float16 and
@@ -780,5 +733,7 @@ def _row(name: str, what: str, check: Callable[[_Kernel], str], kernel: _Kernel)
             return Evidence(name, check(kernel))
 
     kernel.tried.clear()
+    if kernel.lengths is not None and name in OWN_LENGTHS:
+        return Row(name, what, SKIPPED, "lengths were given")
     row = row_of(name, what, checked)
     return replace(row, detail=f"{row.detail}; {kernel.seen()}") if kernel.tried else row
