@@ -52,7 +52,7 @@ Attention = Callable[..., Array]
 LENGTHS, HEADS, DTYPES = (33, 70, 333), (0, 3), ("float64", "float32")
 """What every assertion tries: more than a block of 64, of 128 and of 256, and no whole blocks."""
 
-RTOL = {"float64": 1e-9, "float32": 1e-3, "float16": 3e-2}
+RTOL = {"float64": 1e-9, "float32": 1e-4, "float16": 3e-2}
 
 LARGEST = 8.0
 """Size of tokens in fewer than 64 bits, at most: products of exponentials are finite."""
@@ -86,7 +86,9 @@ class _Case:
         self.allowed = max(self.rtol or least, least if self.dtype != "float64" else 0.0)
         self.dim = getattr(self.feature_map, "dim", None) or 4
         self.query, self.key = self.normal(self.length, 0.5), self.normal(self.length, 0.5)
-        self.value = self.normal(self.length, 1.0, 3)
+        # Odd lengths have more columns than a tile of 16.
+        self.width = 20 if self.length % 2 else 3
+        self.value = self.normal(self.length, 1.0, self.width)
         self.arrays = self.query, self.key, self.value
 
     @property
@@ -204,7 +206,7 @@ def assert_causal(
         Of the inputs. Default float64 and float32; float64 alone for a map with negative features,
         whose sums may cancel.
     rtol : float, optional
-        Default 1e-9; in float32 at least 1e-3, in float16 at least 0.03.
+        Default 1e-9; in float32 at least 1e-4, in float16 at least 0.03.
     rng : int, Generator, SeedSequence or None, optional
         Default 0.
 
@@ -312,7 +314,7 @@ def assert_streaming(
         state: Any = None
         if step is None:
             batch_shape = case.value.shape[:-2]
-            state = linattn.init_state(known, 3, batch_shape=batch_shape, like=case.key)
+            state = linattn.init_state(known, case.width, batch_shape=batch_shape, like=case.key)
         outputs = []
         for t in range(case.length):
             output, state = take(*(array[..., t, :] for array in case.arrays), state)
@@ -481,7 +483,7 @@ def assert_merge_associative(
     known: Any = feature_map
 
     def default_reduce(key: Array, value: Array) -> Any:
-        empty = linattn.init_state(known, 3, batch_shape=value.shape[:-2], like=key)
+        empty = linattn.init_state(known, value.shape[-1], batch_shape=value.shape[:-2], like=key)
         return linattn.update_state(empty, key, value, known)
 
     reduce = reduce or default_reduce
@@ -489,7 +491,7 @@ def assert_merge_associative(
     read = read or (lambda query, state: linattn.read_state(query, state, known))
     for case in cases:
         keys = [case.normal(case.length, size) for size in sizes]
-        values = [case.normal(case.length, 1.0, 3) for _ in sizes]
+        values = [case.normal(case.length, 1.0, case.width) for _ in sizes]
         a, b, c = (reduce(key, value) for key, value in zip(keys, values, strict=True))
         whole = reduce(np.concatenate(keys, axis=-2), np.concatenate(values, axis=-2))
         expected = read(case.query, whole)

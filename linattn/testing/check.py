@@ -257,11 +257,17 @@ def _rows_of_their_own(subject: _Subject) -> str:
         whole = feature_rows(feature_map, side, x)
         if not own:
             alone = np.stack([feature_rows(feature_map, side, head) for head in heads], axis=1)
-            assert_close("features", f"{side} of 3 heads against one", whole, alone, 1e-9)
+            assert_close(
+                "features",
+                f"{side} of 3 heads, {length} rows, float64, against one head",
+                whole,
+                alone,
+                1e-9,
+            )
         if not has_positions(feature_map, subject.dim):
             cut = length // 2
             rows = feature_rows(feature_map, side, x[..., cut:, :])
-            what = f"{side} of {length} rows against the last {length - cut}"
+            what = f"{side} of {length} rows, float64, against the last {length - cut}"
             assert_close("features", what, whole[..., cut:, :], rows, 1e-9)
         single = x.astype(np.float32)
         exact = feature_rows(feature_map, side, single.astype(np.float64))
