@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from linattn.testing._evidence import Evidence
 from linattn.testing._means import Noise
-from linattn.testing.check import SKIPPED, Report, check_on_fail, row_of, settled
+from linattn.testing.check import Report, check_on_fail, row_of, settled
 from linattn.testing.estimators import assert_draws
 
 __all__ = ["BatteryReport", "Check", "arity_of", "assert_stated", "run", "title_of", "weakest"]
@@ -48,8 +48,7 @@ class BatteryReport(Report):
     @property
     def reservation(self) -> str:
         """Which checks could not be made, as a sentence; empty for none."""
-        idle = [row.check for row in self.rows if row.result == SKIPPED]
-        return f"Not tested: {', '.join(idle)}." if idle else ""
+        return f"Not tested: {self.idle}." if self.idle else ""
 
 
 def run(title: str, checks: Sequence[Check], false_alarm: float, on_fail: str) -> BatteryReport:

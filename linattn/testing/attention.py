@@ -116,10 +116,6 @@ class _Case:
     def close(self, what: str, actual: Any, expected: Any) -> None:
         assert_close(self.check, f"{what} ({self.what})", actual, expected, self.allowed)
 
-    @property
-    def has_positions(self) -> bool:
-        return self.feature_map is not None and has_positions(self.feature_map, self.dim)
-
 
 def _cases(
     check: str,
@@ -407,18 +403,16 @@ def assert_mask_is_slice(
 def _masks(case: _Case) -> dict[str, NDArray[np.bool_]]:
     """Which keys are kept, by the names of those that are masked."""
     n, index = case.length, np.arange(case.length)
-    masks = {"the last half": index < n // 2}
-    if case.has_positions:
-        return masks
+    runs = {"the last half": (n // 2, n)}
+    if case.feature_map is not None and has_positions(case.feature_map, case.dim):
+        return {name: index < start for name, (start, _) in runs.items()}
+    runs |= {"the first half": (0, n // 2), "all but the last": (0, n - 1)}
+    runs |= {"a run in the middle": (n // 3, n - n // 3)}
+    runs |= {f"the first {cut}": (0, cut) for cut in (64, 128, 256) if cut < n}
+    masks = {name: (index < start) | (index >= stop) for name, (start, stop) in runs.items()}
     half = np.random.default_rng(n).random(n) < 0.5
     half[:2] = True, False
-    masks |= {
-        "a random half": half,
-        "the first half": index >= n // 2,
-        "all but the last": index == n - 1,
-        "a run in the middle": (index < n // 3) | (index >= n - n // 3),
-    }
-    return masks | {f"the first {cut}": index >= cut for cut in (64, 128, 256) if cut < n}
+    return masks | {"a random half": half}
 
 
 @_arrays.on_array_device
@@ -447,7 +441,7 @@ def assert_merge_associative(
         Size of the keys of the three parts; unequal ones have unequal scales. Default
         (0.3, 1, 3).
     length : int or sequence of int, optional
-        Of each part. Default (11, 110).
+        Of the second part; the others have two and three times as many. Default (11, 110).
     heads, dtype, rtol, rng
         As :func:`assert_causal`.
 
@@ -490,8 +484,9 @@ def assert_merge_associative(
     merge = merge or linattn.merge_states
     read = read or (lambda query, state: linattn.read_state(query, state, known))
     for case in cases:
-        keys = [case.normal(case.length, size) for size in sizes]
-        values = [case.normal(case.length, 1.0, case.width) for _ in sizes]
+        lengths = [case.length * part for part in (2, 1, 3)]
+        keys = [case.normal(n, size) for n, size in zip(lengths, sizes, strict=True)]
+        values = [case.normal(n, 1.0, case.width) for n in lengths]
         a, b, c = (reduce(key, value) for key, value in zip(keys, values, strict=True))
         whole = reduce(np.concatenate(keys, axis=-2), np.concatenate(values, axis=-2))
         expected = read(case.query, whole)

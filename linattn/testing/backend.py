@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -57,6 +58,9 @@ RESULTS = {
 PLACES = ("divide", "read_output")
 """Those whose last argument is where the result may go."""
 
+TOKENS = re.compile(r"(\d+) tokens")
+"""In the name of a problem."""
+
 SCANS = ("scan_block", "scan_decayed_block")
 """Those that scan causal blocks, whose rows the driver accepts or not."""
 
@@ -67,17 +71,12 @@ class BackendReport(Report):
     @property
     def summary(self) -> str:
         """One sentence: how many functions ended how."""
-        counts = [
-            f"{sum(row.result == result for row in self.rows)} {result}"
-            for result in (PASSED, FAILED, SKIPPED)
-        ]
-        return f"{', '.join(counts)}."
+        return f"{self.counts}."
 
     @property
     def reservation(self) -> str:
         """Which functions no problem was compared for, as a sentence; empty for none."""
-        idle = [row.check for row in self.rows if row.result == SKIPPED]
-        return f"Never compared: {', '.join(idle)}." if idle else ""
+        return f"Never compared: {self.idle}." if self.idle else ""
 
 
 @dataclass
@@ -85,7 +84,7 @@ class _Tally:
     """What came of the problems of one function."""
 
     wrong: str = ""
-    compared: int = 0
+    labels: list[str] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
 
     def take(self, label: str, check: Callable[[], Any]) -> None:
@@ -102,7 +101,7 @@ class _Tally:
             self.wrong = f"raises {type(error).__name__}: {error} ({label})"
         else:
             if declined is None:
-                self.compared += 1
+                self.labels.append(label)
             else:
                 self.reasons[getattr(declined, "reason", "")] += 1
 
@@ -111,10 +110,14 @@ class _Tally:
         if self.wrong:
             return Row(name, what, FAILED, self.wrong)
         declined = sum(self.reasons.values())
-        detail = f"{self.compared} problems" + (f", {declined} declined" if declined else "")
+        detail = f"{len(self.labels)} problems" + (f", {declined} declined" if declined else "")
         common = [reason for reason, _ in self.reasons.most_common(2) if reason]
         detail += f": {'; '.join(common)}" if common else ""
-        return Row(name, what, PASSED if self.compared else SKIPPED, detail)
+        lengths = sorted({int(n) for label in self.labels for n in TOKENS.findall(label)})
+        dtypes = sorted({label.rpartition(", ")[2] for label in self.labels})
+        if lengths:
+            detail += f"; {', '.join(map(str, lengths))} tokens, {', '.join(dtypes)}"
+        return Row(name, what, PASSED if self.labels else SKIPPED, detail)
 
 
 @_arrays.on_array_device

@@ -138,16 +138,21 @@ class Report:
         return sum(row.false_alarm_rate for row in self.rows)
 
     @property
+    def counts(self) -> str:
+        """How many checks passed, failed and were skipped."""
+        ends = [row.result for row in self.rows]
+        return ", ".join(f"{ends.count(end)} {end}" for end in (PASSED, FAILED, SKIPPED))
+
+    @property
+    def idle(self) -> str:
+        """Names of the checks that were skipped."""
+        return ", ".join(row.check for row in self.rows if row.result == SKIPPED)
+
+    @property
     def summary(self) -> str:
         """One sentence: how many checks ended how, and the false-alarm rate."""
-        counts = [
-            f"{sum(row.result == result for row in self.rows)} {result}"
-            for result in (PASSED, FAILED, SKIPPED)
-        ]
-        return (
-            f"{', '.join(counts)}; a right map fails with probability at most "
-            f"{self.false_alarm_rate:.1g}."
-        )
+        rate = f"{self.false_alarm_rate:.1g}"
+        return f"{self.counts}; a right map fails with probability at most {rate}."
 
     @property
     def reservation(self) -> str:

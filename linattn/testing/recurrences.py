@@ -37,9 +37,6 @@ RULES = ("linear", "gated", "delta", "gated_delta")
 RTOL = {"float16": 4e-3, "bfloat16": 2e-2, "float32": 2e-5, "float64": 1e-9}
 """Largest difference, in terms of the largest entry but at least 1."""
 
-GRADIENT_RTOL = RTOL | {"float16": 2e-2, "bfloat16": 8e-2}
-"""Of gradients: rounding errors of successive 16-bit products add up."""
-
 COSINES = (0.9, 0.99, 0.999)
 """Of keys with each other: inverses of triangles that cancel lose their digits there."""
 
@@ -49,7 +46,7 @@ CHUNKS = (16, 32, 64, 128, 256)
 LENGTHS = (1, 2, 3, 17, 64, 65, 130, 333, 600, 1100, 2100)
 """Tokens: a third chunk of every size in use, and of 512; odd numbers and even ones."""
 
-HEADS = (3, 1, 5, 2, 8)
+HEADS = (3, 1, 5, 2, 16)
 """Heads of the lengths, in turn."""
 
 SIZES = ((16, 16), (40, 96), (64, 32), (128, 128), (256, 24))
@@ -146,7 +143,6 @@ class _Kernel:
     asarray: Callable[[Any], Any]
     dtype: str
     rtol: float
-    gradient_rtol: float
     vjp: Callable[..., Any] | None
     dim: int | None
     value_dim: int | None
@@ -252,13 +248,13 @@ class _Kernel:
         if not error <= allowed:
             fail(what, f"largest difference {error:.3g}, want at most {allowed:.3g}")
 
-    def check(self, what: str, arguments: Arguments) -> None:
+    def check(self, special: str, arguments: Arguments) -> str:
         """Compare one call with the loop."""
-        what = ", ".join([*filter(None, [what]), f"{arguments['key'].shape[2]:,} tokens"])
-        output, state = self.run(arguments)
-        want, want_state = self.truth(arguments)
-        self.compare(f"output, {what}", output, want)
-        self.compare(f"state, {what}", state, want_state)
+        what = f"{special}{', ' * bool(special)}{arguments['key'].shape[2]} tokens"
+        results, wanted = self.run(arguments), self.truth(arguments)
+        for name, got, want in zip(("output", "state"), results, wanted, strict=True):
+            self.compare(f"{name}, {what}", got, want)
+        return special
 
     def need(self, condition: object, message: str) -> None:
         if not condition:
@@ -284,21 +280,6 @@ def _bfloat16(array: Any) -> Any:
     return xp.astype(array, getattr(xp, "bfloat16", "bfloat16"))
 
 
-def _each(
-    cases: Callable[[_Kernel], Iterator[tuple[str, Arguments]]],
-) -> Callable[[_Kernel], str]:
-    """Make a check of problems: each is compared with the loop."""
-
-    def check(kernel: _Kernel) -> str:
-        whats = []
-        for what, arguments in cases(kernel):
-            kernel.check(what, arguments)
-            whats.append(what)
-        return ", ".join(filter(None, whats)) or "the loop in float64"
-
-    return check
-
-
 def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
     """Arguments of tokens from start up to stop."""
     return {
@@ -308,49 +289,39 @@ def _rows(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 
 def _golden(kernel: _Kernel) -> str:
-    group, dim, width = kernel.layout.group, kernel.dim or 1, kernel.value_dim or 1
-
-    def first(numbers: Any, *shape: int) -> Floats:
-        """Put numbers into the first of the last axis, 0 into the others."""
-        array = np.zeros(shape)
-        array[..., 0] = numbers
-        return array
-
-    def state(number: float) -> Floats:
-        return first(number, 1, 1, dim * width).reshape(1, 1, dim, width)
-
+    kernel.need(not (kernel.dim or kernel.value_dim), "has d = e = 1")
+    group, ones = kernel.layout.group, np.ones((1, 1, 2, 1))
     arguments = {
-        "query": first(np.sqrt(dim), 1, group, 2, dim),
-        "key": first([1.0, 0.5], 1, 1, 2, dim),
-        "value": first([4.0, 3.0], 1, 1, 2, width),
-        "initial_state": state(2.0),
+        "query": np.repeat(ones, group, axis=1),
+        "key": np.array([1.0, 0.5]).reshape(ones.shape),
+        "value": np.array([4.0, 3.0]).reshape(ones.shape),
+        "initial_state": np.full((1, 1, 1, 1), 2.0),
     }
     if "gated" in kernel.rule:
-        decay = np.log([[[0.5, 0.25]]])
-        by_channel = np.repeat(decay[..., None], dim, axis=-1)
-        arguments["log_decay"] = by_channel if kernel.by_channel else decay
+        decay = np.log([0.5, 0.25])
+        arguments["log_decay"] = decay.reshape(ones.shape if kernel.by_channel else (1, 1, 2))
     if "delta" in kernel.rule:
         arguments["beta"] = np.array([[[0.5, 1.0]]])
-    output, after = kernel.run(arguments)
+    output, state = kernel.run(arguments)
     wanted, last = GOLDEN[kernel.rule]
-    kernel.compare("output", output, first(wanted, 1, group, 2, width))
-    kernel.compare("state", after, state(last))
+    kernel.compare("output", output, np.broadcast_to(wanted, (1, group, 2))[..., None])
+    kernel.compare("state", state, np.full((1, 1, 1, 1), last))
     return "two tokens by hand"
 
 
-def _loop(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _loop(kernel: _Kernel) -> Cases:
     for turn, length in enumerate(kernel.lengths or LENGTHS):
         heads, batch = HEADS[turn % len(HEADS)], 2 - turn % 2
         yield "", kernel.problem(length, seed=length, heads=heads, batch=batch, decay=0.05)
 
 
-def _sizes(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _sizes(kernel: _Kernel) -> Cases:
     kernel.need(not (kernel.dim or kernel.value_dim), "dim or value_dim was given")
     for dim, value_dim in SIZES:
         yield "", kernel.problem(130, dim, dim=dim, value_dim=value_dim, heads=2, batch=1)
 
 
-def _no_state(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _no_state(kernel: _Kernel) -> Cases:
     for length in (20, 300):
         arguments = kernel.problem(length)
         del arguments["initial_state"]
@@ -404,7 +375,7 @@ def _causal(kernel: _Kernel) -> str:
     return "changed tokens are not felt before them"
 
 
-def _long_decay(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _long_decay(kernel: _Kernel) -> Cases:
     kernel.need("gated" in kernel.rule, f"update_rule={kernel.rule!r} has no gate")
     slow = kernel.problem(130, decay=1e-3)
     given = slow["log_decay"]
@@ -422,14 +393,14 @@ def _long_decay(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     yield "decays of e^-0.0001", kernel.problem(1000, decay=1e-4)
 
 
-def _beta(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _beta(kernel: _Kernel) -> Cases:
     kernel.need("delta" in kernel.rule, f"update_rule={kernel.rule!r} has no beta")
     for value in (0.0, 1.0, 2.0):
         arguments = kernel.problem(100)
         yield f"beta = {value:g}", arguments | {"beta": np.full_like(arguments["beta"], value)}
 
 
-def _keys(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _keys(kernel: _Kernel) -> Cases:
     for size, beta in ((0.5, 2.0), (1.5, 0.5)):
         arguments = kernel.problem(100, beta=beta)
         yield f"keys of norm {size:g}", arguments | {"key": size * arguments["key"]}
@@ -437,7 +408,7 @@ def _keys(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     yield f"values of size {size:g}", arguments | {"value": size * arguments["value"]}
 
 
-def _correlated(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _correlated(kernel: _Kernel) -> Cases:
     """Nearly parallel keys, written whole and in part, and zero keys."""
     arguments = kernel.problem(130, seed=5, decay=0.01)
     key = arguments["key"]
@@ -456,13 +427,13 @@ def _correlated(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
     yield "all keys zero", arguments | {"key": 0 * key}
 
 
-def _borders(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _borders(kernel: _Kernel) -> Cases:
     for chunk in CHUNKS:
         for length in (chunk - 1, chunk, chunk + 1):
             yield "", kernel.problem(length, seed=length, batch=1)
 
 
-def _many(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _many(kernel: _Kernel) -> Cases:
     size = MANY * (kernel.dim or 4) * (kernel.value_dim or 2)
     kernel.need(size < 2**25, f"{MANY:,} states of this size take {size * 8 / 1e9:.1f} GB")
     yield f"{MANY:,} sequences", kernel.problem(2, 7, batch=MANY, heads=1, dim=4, value_dim=2)
@@ -473,8 +444,11 @@ def _packed(kernel: _Kernel) -> str:
         arguments = {name: x[:1] for name, x in kernel.problem(borders[-1]).items()}
         # One batch: packed sequences take its place, in states too.
         shape = (len(borders) - 1, *arguments["initial_state"].shape[1:])
-        initial = np.random.default_rng(2).standard_normal(shape)
+        # The second has no state: kernels have a path of its own for that.
+        initial = (borders[-1] < 200) * np.random.default_rng(2).standard_normal(shape)
         packed = arguments | {"initial_state": kernel.layout.packed_states(initial)}
+        if borders[-1] > 200:
+            del packed["initial_state"]
         output, states = kernel.run(packed, cu_seqlens=borders)
         for i, (start, stop) in enumerate(pairwise(borders)):
             part = _rows(arguments, start, stop) | {"initial_state": initial[i : i + 1]}
@@ -490,11 +464,11 @@ def _gradient(kernel: _Kernel) -> str:
     return whats[0]
 
 
-def _gradient_problems(kernel: _Kernel) -> Iterator[tuple[str, Arguments]]:
+def _gradient_problems(kernel: _Kernel) -> Cases:
     for length in kernel.lengths or GRADIENT_LENGTHS:
         decay = 0.3 if length < 100 else 0.02
         yield "", kernel.problem(length, seed=length, beta=2.0, decay=decay)
-    ends = kernel.problem(130, seed=1, dim=64, value_dim=128, heads=2, batch=1)
+    ends = kernel.problem(130, seed=1, dim=128, value_dim=144, heads=2, batch=1)
     for name, values in (("log_decay", GATES), ("beta", (0.0, 1.0, 1.5, 2.0))):
         if name in ends:
             ends[name] = np.random.default_rng(4).choice(values, ends[name].shape)
@@ -534,24 +508,25 @@ def _compare_gradients(kernel: _Kernel, what: str, arguments: Arguments) -> str:
     kernel.compare(
         f"output of vjp, {what}{length} tokens", output, results[0].reshape(output.shape)
     )
+    summed = kernel.rtol * (4 if "16" in kernel.dtype else 1)
     for name, mine, theirs in zip(wide, wanted, got, strict=True):
         expected = on_host(kernel.in_layout(name, mine.reshape(wide[name].shape)))
         # A sum of as many terms as there are tokens.
         scale = largest(expected) or 1.0
-        label, rtol = f"gradient of {name}, {what}{length} tokens", kernel.gradient_rtol
-        kernel.compare(label, on_host(theirs) / scale, expected / scale, rtol)
+        label = f"gradient of {name}, {what}{length} tokens"
+        kernel.compare(label, on_host(theirs) / scale, expected / scale, summed)
     final = "through the final state too" if has_state else "not through the final state"
     return f"by {', '.join(wide)}; {final}"
 
 
 def _strided(kernel: _Kernel) -> str:
-    arguments, strided = kernel.problem(130, seed=8), replace(kernel, step=2)
     try:
-        strided.run(arguments)
-    except Exception as error:  # whatever a kernel raises is an answer
-        message = f"refuses arrays that are not contiguous: {type(error).__name__}: {error}"
+        replace(kernel, step=2).check("", kernel.problem(130, seed=8))
+    except AssertionError:
+        raise
+    except Exception as error:  # an error is an answer, whatever it is
+        message = f"refused: {type(error).__name__}: {error}"
         raise UntestableError(message) from error
-    strided.check("arrays that are not contiguous", arguments)
     return "every second number of larger arrays"
 
 
@@ -569,20 +544,23 @@ def _inputs(kernel: _Kernel) -> str:
     return "left alone; a second call is right too"
 
 
-CHECKS: dict[str, tuple[str, Callable[[_Kernel], str]]] = {
+Cases = Iterator[tuple[str, Arguments]]
+"""Problems that are compared with the loop, and what is special about each."""
+
+CHECKS: dict[str, tuple[str, Callable[[_Kernel], str | Cases]]] = {
     "golden": ("values worked out by hand", _golden),
-    "loop": ("output and state of the loop", _each(_loop)),
-    "sizes": ("any d and e", _each(_sizes)),
-    "no state": ("starts from zeros", _each(_no_state)),
+    "loop": ("output and state of the loop", _loop),
+    "sizes": ("any d and e", _sizes),
+    "no state": ("starts from zeros", _no_state),
     "split": ("chunks hand on their state", _split),
     "step": ("step == whole", _step),
     "causal": ("later tokens change no earlier output", _causal),
-    "decay": ("strong and slow decays", _each(_long_decay)),
-    "beta": ("beta at its ends", _each(_beta)),
-    "keys": ("keys are used as they come", _each(_keys)),
-    "correlated": ("keys that are nearly parallel", _each(_correlated)),
-    "borders": ("sequences that end near a border of chunks", _each(_borders)),
-    "many": ("more sequences than a grid of blocks has", _each(_many)),
+    "decay": ("strong and slow decays", _long_decay),
+    "beta": ("beta at its ends", _beta),
+    "keys": ("keys are used as they come", _keys),
+    "correlated": ("keys that are nearly parallel", _correlated),
+    "borders": ("sequences that end near a border of chunks", _borders),
+    "many": ("more sequences than a grid of blocks has", _many),
     "packed": ("packed == separate", _packed),
     "gradient": ("the pullback is the derivative", _gradient),
     "strided": ("arrays that are not contiguous", _strided),
@@ -653,8 +631,8 @@ def check_recurrence(
         need others are skipped: golden, split, step, borders, many, packed. Default: many.
     rtol : float, optional
         Largest difference, in terms of the largest entry but at least 1. Default 1e-9 in float64,
-        2e-5 in float32, 4e-3 in float16 and 2e-2 in bfloat16; for gradients 2e-2 in float16 and
-        8e-2 in bfloat16.
+        2e-5 in float32, 4e-3 in float16 and 2e-2 in bfloat16; for gradients in 16 bits four times
+        as much, since rounding errors of successive products add up.
     skip : collection of str, optional
         Checks to leave out, such as "packed".
     on_fail : {"raise", "return"}, optional
@@ -711,11 +689,9 @@ def check_recurrence(
     if lengths is not None:
         check_not_empty("lengths", lengths)
         lengths = tuple(lengths)
-    allowed = (RTOL[dtype], GRADIENT_RTOL[dtype])
-    if rtol is not None:
-        allowed = (_checks.check_finite_number("rtol", rtol, positive=True),) * 2
+    allowed = RTOL[dtype] if rtol is None else _checks.check_finite_number("rtol", rtol)
     kernel = _Kernel(
-        *(function, update_rule, by_channel, layout, asarray, dtype, *allowed, vjp),
+        *(function, update_rule, by_channel, layout, asarray, dtype, allowed, vjp),
         *(dim, value_dim, lengths),
     )
     title = f"{getattr(function, '__name__', type(function).__name__)}, {update_rule}, {dtype}"
@@ -727,10 +703,13 @@ def check_recurrence(
     return settled(RecurrenceReport(title, tuple(rows)), on_fail)
 
 
-def _row(name: str, what: str, check: Callable[[_Kernel], str], kernel: _Kernel) -> Row:
+def _row(name: str, what: str, check: Callable[[_Kernel], str | Cases], kernel: _Kernel) -> Row:
     def checked() -> Evidence:
         with np.errstate(all="ignore"):
-            return Evidence(name, check(kernel))
+            found = check(kernel)
+            if not isinstance(found, str):
+                found = ", ".join(filter(None, [kernel.check(*case) for case in found]))
+            return Evidence(name, found or "the loop in float64")
 
     kernel.tried.clear()
     if kernel.lengths is not None and name in OWN_LENGTHS:
