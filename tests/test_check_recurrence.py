@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import linattn
-from linattn.testing import RecurrenceLayout, check_recurrence
+from linattn import testing
+from linattn.testing import CheckFailedError, RecurrenceLayout, check_recurrence
+from linattn.testing.recurrences import CHECKS
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 
@@ -103,10 +107,12 @@ def test_planted_mistakes_are_found(mistake):
     def wrong(*tokens, **gates):
         return right(*tokens, **gates, is_wrong=lambda name: name == mistake)
 
-    report = check_recurrence(wrong, update_rule="gated_delta", skip=SKIPPED, on_fail="return")
-    assert not report.passed
-    rows = {row.check: row.result for row in report.rows}
-    assert rows[MISTAKES[mistake]] == "FAILED", str(report)
+    skip = [name for name in CHECKS if name != MISTAKES[mistake]]
+    with pytest.raises(CheckFailedError, match=f"{MISTAKES[mistake]} .*FAILED") as caught:
+        check_recurrence(wrong, update_rule="gated_delta", skip=skip)
+    report = check_recurrence(wrong, update_rule="gated_delta", skip=skip, on_fail="return")
+    assert caught.value.report == report
+    assert str(caught.value) == str(report)
 
 
 def test_quotients_of_decays_are_found():
@@ -212,6 +218,169 @@ def test_kernels_of_torch():
     assert report.passed, str(report)
 
 
+def autograd(kernel):
+    """Make a `vjp` of a kernel of torch, through the final state too."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def vjp(*tokens, **gates):
+        leaves = [x.clone().requires_grad_() for x in (*tokens, *gates.values())]
+        results = kernel(*leaves[:3], **dict(zip(gates, leaves[3:], strict=True)))
+        return results, lambda *grads: torch.autograd.grad(results, leaves, grads)
+
+    return vjp
+
+
+def naive(folder, function):
+    """Load a rule of flash-linear-attention from its file: the package itself imports triton."""
+    found = importlib.util.find_spec("fla")
+    places = [] if found is None else list(found.submodule_search_locations or [])
+    files = [Path(place) / "ops" / folder / "naive.py" for place in places]
+    file = next((file for file in files if file.exists()), None)
+    if file is None or importlib.util.find_spec("einops") is None:
+        pytest.skip(f"flash-linear-attention's naive rule {folder} is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
+    spec = importlib.util.spec_from_file_location(f"naive_{folder}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+NAIVE = {
+    "linear_attn": ("naive_recurrent_linear_attn", "linear", {}),
+    "gla": ("naive_recurrent_gla", "gated", {"by_channel": True}),
+    "simple_gla": ("naive_recurrent_simple_gla", "gated", {}),
+    "delta_rule": ("delta_rule_recurrence", "delta", {"layout": "linattn"}),
+    "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "gated_delta", {}),
+    "kda": ("naive_recurrent_kda", "gated_delta", {"by_channel": True}),
+}
+CHUNKED = {
+    "simple_gla": ("naive_chunk_simple_gla", "gated", {}),
+    "gated_delta_rule": ("naive_chunk_gated_delta_rule", "gated_delta", {}),
+    "kda": ("naive_chunk_kda", "gated_delta", {"by_channel": True, "lengths": (64, 128, 320)}),
+}
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("folder", NAIVE)
+def test_naive_rules_of_flash_linear_attention(folder, dtype):
+    function, rule, options = NAIVE[folder]
+    report = tried(naive(folder, function), folder, dtype, rule, ["packed", "many"], **options)
+    assert "through the final state too" in " ".join(str(report).split())
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("folder", CHUNKED)
+def test_naive_chunks_of_flash_linear_attention(folder):
+    """Sums of log decays lose digits beside e^-50, and KDA has NaN gradients at e^-30."""
+    function, rule, options = CHUNKED[folder]
+    skip = ["packed", "many", "decay", *["gradient"] * (folder == "kda")]
+    tried(naive(folder, function), folder, "float32", rule, skip, **options)
+
+
+def tried(function, folder, dtype, rule, skip, **options):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def kernel(*tokens, log_decay=None, **gates):
+        name = "gk" if folder == "gla" else "g"
+        gates |= {} if log_decay is None else {name: log_decay}
+        return function(*tokens, **gates, output_final_state=True)
+
+    return check_recurrence(
+        kernel, update_rule=rule, vjp=autograd(kernel), asarray=torch.from_numpy, dtype=dtype,
+        skip=skip, **({"layout": "fla"} | options),
+    )  # fmt: skip
+
+
+@pytest.mark.frameworks
+def test_retention_of_flash_linear_attention():
+    """Its decays are fixed, so it is tried as attention, and streams by recurrence steps."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    function = naive("retention", "naive_retention")
+
+    def attention(*tokens, is_causal=True):
+        return function(*(torch.from_numpy(np.ascontiguousarray(x)) for x in tokens))
+
+    def step(query, key, value, state):
+        log_decay = np.log1p(-(2.0 ** (-5 - np.arange(query.shape[1])))) + np.zeros(query.shape[:2])
+        state = np.zeros((*key.shape, value.shape[-1])) if state is None else state
+        tokens = (x.astype(np.float64) for x in (query, key, value))
+        return linattn.recurrence_step(*tokens, state, update_rule="gated", log_decay=log_decay)
+
+    # It computes in float32 whatever it is given.
+    options = {"attention": attention, "rtol": 1e-5, "heads": (3,)}
+    testing.assert_causal(**options)
+    testing.assert_streaming(step=step, **options)
+    testing.assert_batch_independent(is_causal=True, **options | {"heads": (1,)})
+
+
+@pytest.mark.frameworks
+def test_attention_of_torch():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def attention(query, key, value, is_causal=False, key_mask=None):
+        q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
+        visible = np.tri(q.shape[-2], k.shape[-2], dtype=bool) | (not is_causal)
+        visible = torch.from_numpy(visible if key_mask is None else visible & key_mask)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(
+            q, k, v, **({"attn_mask": visible} if is_causal or key_mask is not None else {})
+        )
+
+    def step(query, key, value, state):
+        kept = zip(state or (key[..., :0, None], value[..., :0, None]), (key, value), strict=True)
+        kept = [
+            np.concatenate([x.reshape(*y.shape[:-1], -1, y.shape[-1]), y[..., None, :]], axis=-2)
+            for x, y in kept
+        ]
+        return attention(query[..., None, :], *kept)[..., 0, :], tuple(kept)
+
+    # A weight of 0 times a value of NaN is NaN there.
+    for is_causal in (False, True):
+        testing.assert_mask_is_slice(attention=attention, is_causal=is_causal, garbage=(1e3,))
+        testing.assert_batch_independent(attention=attention, is_causal=is_causal)
+    evidence = testing.assert_causal(attention=attention)
+    assert "33, 70, 333 tokens; heads 0, 3; float64, float32" in evidence.detail
+    testing.assert_permutation_invariant(attention=attention)
+    testing.assert_normalized(attention=attention)
+    testing.assert_streaming(attention=attention, step=step, length=(33, 333))
+
+
+def test_sizes_and_lengths_of_one_kernel():
+    """A kernel made for d = 128 and chunks of 64, as many are."""
+
+    def kernel(query, key, value, **gates):
+        assert key.shape[-1] == value.shape[-1] == 128
+        assert key.shape[2] % 64 == 0
+        return linattn.linear_recurrence(
+            query, key, value, **gates, update_rule="gated", return_state=True
+        )
+
+    options = {"update_rule": "gated", "dim": 128, "value_dim": 128, "lengths": (64, 320)}
+    report = check_recurrence(kernel, dtype="float16", **options)
+    assert report.passed
+    skipped = {row.check for row in report.rows if row.result == "skipped"}
+    assert skipped == {
+        *("golden", "sizes", "split", "step", "beta", "borders", "many", "packed", "gradient")
+    }
+    details = [row.detail for row in report.rows if row.result == "passed"]
+    assert all("d x e 128 x 128" in detail and "float16" in detail for detail in details)
+
+
+def test_strided_arrays_may_be_refused():
+    def kernel(*tokens, **gates):
+        if not tokens[0].flags.c_contiguous:
+            message = "query must be contiguous"
+            raise ValueError(message)
+        return right(*tokens, **gates)
+
+    skip = [name for name in CHECKS if name != "strided"]
+    (row,) = check_recurrence(kernel, update_rule="linear", skip=skip).rows
+    assert (row.result, row.detail[:8]) == ("skipped", "refused:")
+
+
 @pytest.mark.frameworks
 def test_kernels_of_jax():
     """A scan, as models in JAX have it."""
@@ -292,6 +461,9 @@ def test_bad_arguments():
         ("layout must be one of linattn, fla, onnx", {"layout": "bhtd"}),
         ("dtype must be one of", {"dtype": "float8"}),
         ("skip must be one of golden", {"skip": ["golden", "steps"]}),
+        ("on_fail must be 'raise' or 'return'", {"on_fail": "warn"}),
+        ("lengths must not be empty", {"lengths": ()}),
+        ("value_dim must be", {"value_dim": 0}),
     ):
         with pytest.raises(ValueError, match=match):
             check_recurrence(right, **({"update_rule": "linear"} | options))

@@ -833,7 +833,9 @@ def by_blocks(query, key, value, key_mask=True, guard=True):
     """Softmax attention that takes up blocks of 32 keys, as kernels do."""
     visible = np.broadcast_to(np.asarray(key_mask), key.shape[-2:-1])
     key, value = (np.where(visible[:, None], x, 0) for x in (key, value))
-    largest, norm, total = -np.inf, 0.0, 0.0
+    largest: Any = -np.inf
+    norm: Any = 0.0
+    total: Any = 0.0
     for start in range(0, key.shape[-2], 32):
         block = np.s_[..., start : start + 32, :]
         scores = query @ np.swapaxes(key[block], -1, -2)
@@ -917,9 +919,9 @@ def faded(query, key, value, is_causal=True):
 
 
 def faded_step(query, key, value, state, most=10**6):
-    keys, values = ([x[..., None, :]] for x in (key, value))
-    keys = np.concatenate([state[0], *keys] if state else keys, axis=-2)
-    values = np.concatenate([state[1], *values] if state else values, axis=-2)
+    before = state or (key[..., None, :][..., :0, :], value[..., None, :][..., :0, :])
+    last = key[..., None, :], value[..., None, :]
+    keys, values = (np.concatenate(pair, axis=-2) for pair in zip(before, last, strict=True))
     distance = np.minimum(np.arange(keys.shape[-2], dtype=query.dtype)[::-1], most)
     weights = np.exp(query[..., None, :] @ np.swapaxes(keys, -1, -2) / 2) / (1 + distance)
     return (weights @ values / np.sum(weights, axis=-1, keepdims=True))[..., 0, :], (keys, values)
@@ -927,7 +929,9 @@ def faded_step(query, key, value, state, most=10**6):
 
 def chunked(query, key, value, is_causal=True, lost=None):
     """Chunks of 64 with a state; the one before chunk `lost` is lost."""
-    kv, z, outputs = 0.0, 0.0, []
+    outputs: list[Any] = []
+    kv: Any = 0.0
+    z: Any = 0.0
     for index, start in enumerate(range(0, key.shape[-2], 64)):
         if index == lost:
             kv, z = 0.0, 0.0
@@ -939,7 +943,7 @@ def chunked(query, key, value, is_causal=True, lost=None):
     return np.concatenate(outputs, axis=-2)
 
 
-ATTENTION = {
+ATTENTION: dict[str, Any] = {
     "NaN from a first block that is masked whole": (
         testing.assert_mask_is_slice, by_blocks, by_blocks_of_nan,
     ),
@@ -1085,7 +1089,7 @@ class Remembering:
         return self.outputs.setdefault(output.shape, output), state
 
 
-KERNELS = {
+KERNELS: dict[str, Any] = {
     "a log decay of 0 taken for a token left out": (
         "decay", {"gate": lambda g, t, n: np.where(g == 0, 0, np.exp(g))},
     ),
@@ -1116,12 +1120,12 @@ KERNELS = {
         {"token": lambda k, v, b, t: (k / np.linalg.norm(k, axis=-1, keepdims=True), v, b)},
     ),
 }  # fmt: skip
-for name, (check, wrong) in KERNELS.items():
+for name, (check, lines) in KERNELS.items():
     mutation(
         name,
         partial(only_row, testing.check_recurrence, check, update_rule="gated_delta"),
         gated_delta,
-        partial(gated_delta, **wrong),
+        partial(gated_delta, **lines),
         check=check,
     )
 for name, check, subject in (

@@ -217,7 +217,9 @@ MADE: list[Any] = [
 
 @pytest.mark.parametrize("feature_map", MADE, ids=lambda phi: type(phi).__name__)
 def test_maps_of_linattn_say_what_they_are(feature_map):
-    report = testing.check_feature_map(feature_map, num_draws=800, skip=["variance", "redraw"])
+    report = testing.check_feature_map(
+        feature_map, num_draws=800, skip=["variance", "redraw"], length=33
+    )
     detail = next(row.detail for row in report.rows if row.check == "signs")
     assert feature_map.positive in (True, False)
     assert detail.startswith("positive" if feature_map.positive else "signed: denominators may")

@@ -623,7 +623,8 @@ class TestEstimates:
             4, 16, A=[-0.1, -0.02, 0.01], sampler="gaussian", rng=0
         )
         testing.assert_unbiased(feature_map, num_draws=1500, rng=SEED)
-        assert testing.check_feature_map(feature_map, skip=("mean", "variance")).passed
+        skip = ("mean", "variance")
+        assert testing.check_feature_map(feature_map, skip=skip, length=33).passed
 
     @pytest.mark.parametrize("sampler", UNBIASED)
     def test_rows_of_unbiased_samplers(self, sampler):
@@ -702,7 +703,7 @@ class TestStrategies:
     def test_any_map_holds_together(self, feature_map):
         """Everything that chance does not decide, on maps of any size."""
         skip = {"mean", "variance", "namespace"}
-        assert testing.check_feature_map(feature_map, skip=skip).passed
+        assert testing.check_feature_map(feature_map, skip=skip, length=33).passed
 
 
 class Own:
@@ -919,7 +920,8 @@ class TestEveryRowCanFail:
     """One planted defect for each row of the report that chance does not decide."""
 
     def failed(self, subject):
-        report = testing.check_feature_map(subject, skip=("mean", "variance"), on_fail="return")
+        skip = ("mean", "variance")
+        report = testing.check_feature_map(subject, skip=skip, length=33, on_fail="return")
         return {row.check for row in report.rows if row.result == "FAILED"}
 
     def test_without_a_defect(self):
