@@ -307,7 +307,9 @@ def test_retention_of_flash_linear_attention():
         log_decay = np.log1p(-(2.0 ** (-5 - np.arange(query.shape[1])))) + np.zeros(query.shape[:2])
         state = np.zeros((*key.shape, value.shape[-1])) if state is None else state
         tokens = (x.astype(np.float64) for x in (query, key, value))
-        return linattn.recurrence_step(*tokens, state, update_rule="gated", log_decay=log_decay)
+        return linattn.recurrence_step(
+            *tokens, state=state, update_rule="gated", log_decay=log_decay
+        )
 
     # It computes in float32 whatever it is given.
     options = {"attention": attention, "rtol": 1e-5, "heads": (3,)}
@@ -330,12 +332,10 @@ def test_attention_of_torch():
         )
 
     def step(query, key, value, state):
-        kept = zip(state or (key[..., :0, None], value[..., :0, None]), (key, value), strict=True)
-        kept = [
-            np.concatenate([x.reshape(*y.shape[:-1], -1, y.shape[-1]), y[..., None, :]], axis=-2)
-            for x, y in kept
-        ]
-        return attention(query[..., None, :], *kept)[..., 0, :], tuple(kept)
+        new = key[..., None, :], value[..., None, :]
+        if state is not None:
+            new = tuple(np.concatenate(pair, axis=-2) for pair in zip(state, new, strict=True))
+        return attention(query[..., None, :], *new)[..., 0, :], new
 
     # A weight of 0 times a value of NaN is NaN there.
     for is_causal in (False, True):
