@@ -306,10 +306,8 @@ def test_retention_of_flash_linear_attention():
     def step(query, key, value, state):
         log_decay = np.log1p(-(2.0 ** (-5 - np.arange(query.shape[1])))) + np.zeros(query.shape[:2])
         state = np.zeros((*key.shape, value.shape[-1])) if state is None else state
-        tokens = (x.astype(np.float64) for x in (query, key, value))
-        return linattn.recurrence_step(
-            *tokens, state=state, update_rule="gated", log_decay=log_decay
-        )
+        q, k, v = (x.astype(np.float64) for x in (query, key, value))
+        return linattn.recurrence_step(q, k, v, state, update_rule="gated", log_decay=log_decay)
 
     # It computes in float32 whatever it is given.
     options = {"attention": attention, "rtol": 1e-5, "heads": (3,)}
@@ -332,9 +330,9 @@ def test_attention_of_torch():
         )
 
     def step(query, key, value, state):
-        new = key[..., None, :], value[..., None, :]
+        new = [x[..., None, :] for x in (key, value)]
         if state is not None:
-            new = tuple(np.concatenate(pair, axis=-2) for pair in zip(state, new, strict=True))
+            new = [np.concatenate(pair, axis=-2) for pair in zip(state, new, strict=True)]
         return attention(query[..., None, :], *new)[..., 0, :], new
 
     # A weight of 0 times a value of NaN is NaN there.

@@ -166,9 +166,9 @@ def _cases(
 
 def _evidence(what: str, cases: list[_Case]) -> Evidence:
     """Say what was shown, and at which lengths, heads and dtypes."""
+    shapes = ((c.length, "x".join(map(str, c.lead)) or 0, c.dtype) for c in cases)
     lengths, heads, dtypes = (
-        ", ".join(dict.fromkeys(str(value) for value in values))
-        for values in zip(*((c.length, *(c.lead or (0,)), c.dtype) for c in cases), strict=True)
+        ", ".join(dict.fromkeys(map(str, values))) for values in zip(*shapes, strict=True)
     )
     tried = f"{lengths} tokens; heads {heads}; {dtypes}"
     return Evidence(cases[0].check, f"{what}: {tried}", 0.0, max(case.allowed for case in cases))
