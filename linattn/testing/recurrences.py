@@ -460,8 +460,7 @@ def _packed(kernel: _Kernel) -> str:
 
 def _gradient(kernel: _Kernel) -> str:
     kernel.need(kernel.vjp, "no vjp was given")
-    whats = [_compare_gradients(kernel, what, x) for what, x in _gradient_problems(kernel)]
-    return whats[0]
+    return max((_compare_gradients(kernel, *x) for x in _gradient_problems(kernel)), key=len)
 
 
 def _gradient_problems(kernel: _Kernel) -> Cases:
@@ -495,26 +494,20 @@ def _compare_gradients(kernel: _Kernel, what: str, arguments: Arguments) -> str:
     found, theirs = vjp(*tokens, **given)
     has_state = isinstance(found, tuple | list)
     rng, results = np.random.default_rng(3), results if has_state else results[:1]
-    cotangents = kernel.rounded(
-        {
-            name: rng.standard_normal(result.shape)
-            for name, result in zip(("grad_output", "grad_state"), results, strict=False)
-        }
-    )
+    drawn = [rng.standard_normal(result.shape) for result in results]
+    cotangents = kernel.rounded(dict(zip(("grad_output", "grad_state"), drawn, strict=False)))
     wanted = pullback(*cotangents.values())
     flat = {n: x.reshape(batch, -1, *x.shape[3:]) for n, x in cotangents.items()}
     got = theirs(*(kernel.in_layout(name, x) for name, x in flat.items()))
     output = kernel.layout.output(on_host(found[0] if has_state else found), heads)
-    kernel.compare(
-        f"output of vjp, {what}{length} tokens", output, results[0].reshape(output.shape)
-    )
-    summed = kernel.rtol * (4 if "16" in kernel.dtype else 1)
+    what, summed = f"{what}{length} tokens", kernel.rtol * (4 if "16" in kernel.dtype else 1)
+    kernel.compare(f"output of vjp, {what}", output, results[0].reshape(output.shape))
     for name, mine, theirs in zip(wide, wanted, got, strict=True):
         expected = on_host(kernel.in_layout(name, mine.reshape(wide[name].shape)))
         # A sum of as many terms as there are tokens.
         scale = largest(expected) or 1.0
-        label = f"gradient of {name}, {what}{length} tokens"
-        kernel.compare(label, on_host(theirs) / scale, expected / scale, summed)
+        pulled = on_host(theirs) / scale
+        kernel.compare(f"gradient of {name}, {what}", pulled, expected / scale, summed)
     final = "through the final state too" if has_state else "not through the final state"
     return f"by {', '.join(wide)}; {final}"
 
