@@ -55,8 +55,8 @@ SIZES = ((16, 16), (40, 96), (64, 32), (128, 128), (256, 24))
 GRADIENT_LENGTHS = (70, 1, 5, 65, 257, 600)
 """Tokens: sequences and last chunks that are short, three chunks of 256."""
 
-GATES = (0.0, -1e-4, -0.3, -2.0, -5.5, -7.0, -9.0, -30.0)
-"""Log decays whose gradients are compared in one sequence."""
+GATES = (*(0.0, -1e-4, -0.3) * 3, -2.0, -5.5, -7.0, -9.0)
+"""Log decays of one sequence, and -30 once: float32 holds their sums over a chunk."""
 
 MANY = 2**16 + 1
 """Sequences; a grid of CUDA has at most 65,535 blocks along its second and third axis."""
@@ -471,6 +471,8 @@ def _gradient_problems(kernel: _Kernel) -> Cases:
     for name, values in (("log_decay", GATES), ("beta", (0.0, 1.0, 1.5, 2.0))):
         if name in ends:
             ends[name] = np.random.default_rng(4).choice(values, ends[name].shape)
+        if name == "log_decay" and name in ends:
+            ends[name][:, :, 40:41] = -30
     yield "gates and beta at their ends, ", ends
     if "log_decay" in ends:
         yield "log decays of 0, ", ends | {"log_decay": 0 * ends["log_decay"]}
