@@ -376,7 +376,7 @@ def test_strided_arrays_may_be_refused():
 
     skip = [name for name in CHECKS if name != "strided"]
     (row,) = check_recurrence(kernel, update_rule="linear", skip=skip).rows
-    assert (row.result, row.detail[:8]) == ("skipped", "refused:")
+    assert (row.result, row.detail[:8]) == ("skipped", "rejected")
 
 
 @pytest.mark.frameworks

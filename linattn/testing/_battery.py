@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from linattn.testing._evidence import Evidence
 from linattn.testing._means import Noise
-from linattn.testing.check import Report, check_on_fail, row_of, settled
+from linattn.testing.check import Report, check_on_fail, outcome, row_of
 from linattn.testing.estimators import assert_draws
 
 __all__ = ["BatteryReport", "Check", "arity_of", "assert_stated", "run", "title_of", "weakest"]
@@ -55,7 +55,7 @@ def run(title: str, checks: Sequence[Check], false_alarm: float, on_fail: str) -
     """Make a report of all checks, and raise it if one failed and that was asked for."""
     check_on_fail(on_fail)
     report = BatteryReport(title, tuple(row_of(*check) for check in checks), false_alarm)
-    return settled(report, on_fail)
+    return outcome(report, on_fail)
 
 
 def title_of(battery: str, draw: Any) -> str:

@@ -1,7 +1,7 @@
 """What must hold of attention whatever the numbers are: nothing here is left to chance.
 
 Every assertion takes a feature map, which :func:`linattn.linear_attention` then runs, or the user's
-own ``attention(query, key, value, **options)`` with the options named there. Inputs are NumPy
+own ``attention(query, key, value, **options)`` with the options named there. _Inputs are NumPy
 arrays, drawn from ``rng``, of every length, number of heads and dtype asked for, any two of them
 together; the result says which. Differences are compared with ``rtol`` times the largest output.
 In float32 tokens have a size of at most 8.
@@ -58,7 +58,7 @@ LARGEST = 8.0
 """Size of tokens in fewer than 64 bits, at most: products of exponentials are finite."""
 
 
-class Inputs(TypedDict, total=False):
+class _Inputs(TypedDict, total=False):
     """Keyword arguments of all assertions, for type checkers; see :func:`assert_causal`."""
 
     length: int | Sequence[int]
@@ -109,7 +109,7 @@ class _Case:
                 error.add_note(f"attention was given {self.what}; heads=[0] leaves heads out")
                 raise
         with warnings.catch_warnings():
-            # Inputs are drawn for what must hold of every output, whatever its denominator.
+            # _Inputs are drawn for what must hold of every output, whatever its denominator.
             warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
             return linattn.linear_attention(query, key, value, self.feature_map, **options)  # type: ignore[arg-type]
 
@@ -147,8 +147,8 @@ def _cases(
     leads: Sequence[tuple[int, ...]] = [(number,) if number else () for number in heads]
     if feature_map is not None:
         dim = getattr(feature_map, "dim", None) or 4
-        own = lead_axes(feature_map, dim)
-        leads = [own] if own else leads
+        axes = lead_axes(feature_map, dim)
+        leads = [axes] if axes else leads
         if length == LENGTHS:
             most = getattr(feature_map, "max_length", None) or LENGTHS[-1]
             lengths = sorted({min(number, most) for number in lengths})
@@ -180,7 +180,7 @@ def assert_causal(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 30.0),
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that changing token t changes no output before t.
 
@@ -255,7 +255,7 @@ def assert_streaming(
     *,
     attention: Attention | None = None,
     step: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that one token at a time, chunks and the whole sequence give the same.
 
@@ -335,7 +335,7 @@ def assert_mask_is_slice(
     attention: Attention | None = None,
     is_causal: bool = False,
     garbage: tuple[float, ...] = (1e3, np.nan),
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that masked keys and values contribute nothing, as if they had been cut out.
 
@@ -423,7 +423,7 @@ def assert_merge_associative(
     merge: Callable[[Any, Any], Any] | None = None,
     read: Callable[[Array, Any], Array] | None = None,
     sizes: tuple[float, float, float] = (0.3, 1.0, 3.0),
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that states of parts merge in any order and grouping into the state of all.
 
@@ -506,7 +506,7 @@ def assert_permutation_invariant(
     feature_map: FeatureMap | None = None,
     *,
     attention: Attention | None = None,
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that the order of keys does not matter, and that outputs follow their queries.
 
@@ -558,7 +558,7 @@ def assert_batch_independent(
     attention: Attention | None = None,
     is_causal: bool = False,
     garbage: tuple[float, ...] = (30.0, np.nan),
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that the output of a batch element, or head, does not depend on the others.
 
@@ -626,7 +626,7 @@ def assert_normalized(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 8.0),
-    **inputs: Unpack[Inputs],
+    **inputs: Unpack[_Inputs],
 ) -> Evidence:
     """Assert that the weights of a query sum to 1, so that values of 1 come out as 1.
 

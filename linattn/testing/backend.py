@@ -25,7 +25,7 @@ from linattn.testing._blocks import REFERENCES, Block, blocks, cast, leaves
 from linattn.testing._compared import KINDS, WrongResultError, need, to_host
 from linattn.testing._evidence import check_not_empty, name_of
 from linattn.testing._problems import WHOLE_CHECKS, Subject, wholes
-from linattn.testing.check import FAILED, PASSED, SKIPPED, Report, Row, check_on_fail, settled
+from linattn.testing.check import FAILED, PASSED, SKIPPED, Report, Row, check_on_fail, outcome
 from linattn.typing import Array, Backend, BlockTier, Declined, Partial, Services, Tokens, WholeTier
 
 __all__ = ["BackendReport", "check_backend"]
@@ -212,7 +212,7 @@ def check_backend(
                 tallies[name].take(f"{whole.name}, {dtype}", check)
     rows = [tally.row(name) for name, tally in tallies.items()]
     rows.insert(0, _names(module, functions, extras))
-    return settled(BackendReport(module.__name__, tuple(rows)), on_fail)
+    return outcome(BackendReport(module.__name__, tuple(rows)), on_fail)
 
 
 # Names ------------------------------------------------------------------------------------------

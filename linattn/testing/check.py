@@ -57,7 +57,7 @@ from linattn.testing.attention import (
 )
 from linattn.testing.estimates import Claim, assert_mean, assert_unbiased, assert_variance
 
-__all__ = ["CHECKS", "Report", "Row", "check_feature_map", "check_on_fail", "row_of", "settled"]
+__all__ = ["CHECKS", "Report", "Row", "check_feature_map", "check_on_fail", "outcome", "row_of"]
 
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
@@ -253,14 +253,14 @@ def _features(subject: _Subject) -> Evidence:
 
 def _rows_of_their_own(subject: _Subject) -> str:
     """Assert that rows, heads and float32 have the features of one vector in float64."""
-    feature_map, own = subject.feature_map, lead_axes(subject.feature_map, subject.dim)
+    feature_map, axes = subject.feature_map, lead_axes(subject.feature_map, subject.dim)
     most = getattr(feature_map, "max_length", None) or max(LENGTHS)
     length = int(min(most, np.max(subject.length)))
     heads = subject.tokens(3, length)
-    x = heads[0] if own else np.stack(heads, axis=1)
+    x = heads[0] if axes else np.stack(heads, axis=1)
     for side in SIDES:
         whole = feature_rows(feature_map, side, x)
-        if not own:
+        if not axes:
             alone = np.stack([feature_rows(feature_map, side, head) for head in heads], axis=1)
             assert_close(
                 "features",
@@ -280,7 +280,7 @@ def _rows_of_their_own(subject: _Subject) -> str:
         # A mean: where features jump, one rounding error makes another feature.
         if not error <= SINGLE * max(np.mean(np.abs(exact)), np.finfo(np.float32).tiny):
             fail("features", f"{side} of {length} rows in float32 differ by {error:.3g} on average")
-    return f"{length} rows, heads {own or (0, 3)}, float64 and float32 agree"
+    return f"{length} rows, heads {axes or (0, 3)}, float64 and float32 agree"
 
 
 def _signs(subject: _Subject) -> Evidence:
@@ -569,7 +569,7 @@ def check_feature_map(
             rows.append(Row(name, what, SKIPPED, "needs features that can be read"))
         else:
             rows.append(_row(name, what, run, subject, name in skip))
-    return settled(Report(repr(first), tuple(rows)), on_fail)
+    return outcome(Report(repr(first), tuple(rows)), on_fail)
 
 
 def check_on_fail(on_fail: str) -> None:
@@ -582,7 +582,7 @@ def check_on_fail(on_fail: str) -> None:
 _R = TypeVar("_R", bound=Report)
 
 
-def settled(report: _R, on_fail: str) -> _R:
+def outcome(report: _R, on_fail: str) -> _R:
     """Return a report, or raise it if a check failed and that was asked for."""
     if on_fail == "raise" and not report.passed:
         raise CheckFailedError(report)
