@@ -15,7 +15,7 @@ import pytest
 import linattn
 from linattn import testing
 from linattn.testing import CheckFailedError, RecurrenceLayout, check_recurrence
-from linattn.testing.recurrences import CHECKS
+from linattn.testing._recurrence_checks import CHECKS
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 

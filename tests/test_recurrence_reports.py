@@ -15,7 +15,7 @@ import pytest
 
 import linattn
 from linattn.testing import check_recurrence
-from linattn.testing.recurrences import CHECKS
+from linattn.testing._recurrence_checks import CHECKS
 
 RULE = "gated_delta"
 ours = partial(linattn.linear_recurrence, update_rule=RULE, return_state=True)

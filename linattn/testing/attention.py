@@ -1,7 +1,7 @@
 """What must hold of attention whatever the numbers are: nothing here is left to chance.
 
 Every assertion takes a feature map, which :func:`linattn.linear_attention` then runs, or the user's
-own ``attention(query, key, value, **options)`` with the options named there. _Inputs are NumPy
+own ``attention(query, key, value, **options)`` with the options named there. Inputs are NumPy
 arrays, drawn from ``rng``, of every length, number of heads and dtype asked for, any two of them
 together; the result says which. Differences are compared with ``rtol`` times the largest output.
 In float32 tokens have a size of at most 8.
@@ -11,26 +11,29 @@ Letters: ``L`` tokens, ``d`` dim, ``e`` value dim.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 import linattn
 from linattn import _arrays, _checks
-from linattn.sampling import Seed, as_generator
+from linattn.testing._attention_cases import (
+    Attention,
+    Case,
+    Floats,
+    Inputs,
+    cases_of,
+    evidence_of,
+)
 from linattn.testing._draws import (
-    check_map_or,
     feature_products,
-    has_negative_features,
     has_positions,
     lead_axes,
 )
-from linattn.testing._evidence import Evidence, assert_close, check_not_empty, on_host
+from linattn.testing._evidence import Evidence, check_not_empty, on_host
 from linattn.typing import Array, FeatureMap
 
 __all__ = [
@@ -44,135 +47,6 @@ __all__ = [
     "assert_streaming",
 ]
 
-Floats = NDArray[np.float64]
-Attention = Callable[..., Array]
-"""``attention(query, key, value, **options) -> output``, arrays ``(..., L, d)``."""
-
-
-LENGTHS, HEADS, DTYPES = (33, 70, 333), (0, 3), ("float64", "float32")
-"""What every assertion tries: more than a block of 64, of 128 and of 256, and no whole blocks."""
-
-RTOL = {"float64": 1e-9, "float32": 1e-4, "float16": 3e-2}
-
-LARGEST = 8.0
-"""Size of tokens in fewer than 64 bits, at most: products of exponentials are finite."""
-
-
-class _Inputs(TypedDict, total=False):
-    """Keyword arguments of all assertions, for type checkers; see :func:`assert_causal`."""
-
-    length: int | Sequence[int]
-    heads: Sequence[int]
-    dtype: str | Sequence[str]
-    rtol: float | None
-    rng: Seed
-
-
-@dataclass
-class _Case:
-    """The attention under test, and inputs that suit it."""
-
-    check: str
-    feature_map: FeatureMap | None
-    attention: Attention | None
-    rng: np.random.Generator
-    rtol: float | None
-    length: int
-    lead: tuple[int, ...]
-    dtype: str
-
-    def __post_init__(self) -> None:
-        least = RTOL[self.dtype]
-        self.allowed = max(self.rtol or least, least if self.dtype != "float64" else 0.0)
-        self.dim = getattr(self.feature_map, "dim", None) or 4
-        self.query, self.key = self.normal(self.length, 0.5), self.normal(self.length, 0.5)
-        # Odd lengths have more columns than a tile of 16.
-        self.width = 20 if self.length % 2 else 3
-        self.value = self.normal(self.length, 1.0, self.width)
-        self.arrays = self.query, self.key, self.value
-
-    @property
-    def what(self) -> str:
-        """Length, heads and dtype, in words."""
-        return f"{self.length} tokens, heads {self.lead}, {self.dtype}"
-
-    def normal(self, length: int, size: float, width: int | None = None) -> Any:
-        shape = (2, *self.lead, length, self.dim if width is None else width)
-        size = size if self.dtype == "float64" else min(size, LARGEST)
-        return (size * self.rng.standard_normal(shape)).astype(self.dtype)
-
-    def attend(self, query: Any, key: Any, value: Any, **options: Any) -> Any:
-        if self.attention is not None:
-            try:
-                return self.attention(query, key, value, **options)
-            except Exception as error:
-                error.add_note(f"attention was given {self.what}; heads=[0] leaves heads out")
-                raise
-        with warnings.catch_warnings():
-            # _Inputs are drawn for what must hold of every output, whatever its denominator.
-            warnings.filterwarnings("ignore", ".* denominators are negative", UserWarning)
-            return linattn.linear_attention(query, key, value, self.feature_map, **options)  # type: ignore[arg-type]
-
-    def close(self, what: str, actual: Any, expected: Any) -> None:
-        assert_close(self.check, f"{what} ({self.what})", actual, expected, self.allowed)
-
-
-def _cases(
-    check: str,
-    feature_map: FeatureMap | None,
-    attention: Attention | None,
-    length: int | Sequence[int] = LENGTHS,
-    heads: Sequence[int] = HEADS,
-    dtype: str | Sequence[str] = DTYPES,
-    rtol: float | None = None,
-    rng: Seed = 0,
-) -> list[_Case]:
-    """Return inputs of which every two of length, heads and dtype come together."""
-    if feature_map is None and attention is None:
-        message = "want a feature_map, or attention= (query, key, value, **options)"
-        raise TypeError(message)
-    check_map_or(feature_map, "attention", attention, "(query, key, value, **options)")
-    lengths = list(length) if isinstance(length, Sequence) else [length]
-    dtypes = [dtype] if isinstance(dtype, str) else list(dtype)
-    for name, values in (("length", lengths), ("heads", heads), ("dtype", dtypes)):
-        check_not_empty(name, values)
-    for number in lengths:
-        if isinstance(number, int) and number < 2:
-            message = f"length must be at least 2 tokens, got {number}"
-            raise ValueError(message)
-        _checks.check_positive_int("length", number)
-    if not set(dtypes) <= set(RTOL):
-        message = f"dtype must be of {', '.join(RTOL)}, got {dtype!r}"
-        raise ValueError(message)
-    leads: Sequence[tuple[int, ...]] = [(number,) if number else () for number in heads]
-    if feature_map is not None:
-        dim = getattr(feature_map, "dim", None) or 4
-        axes = lead_axes(feature_map, dim)
-        leads = [axes] if axes else leads
-        if length == LENGTHS:
-            most = getattr(feature_map, "max_length", None) or LENGTHS[-1]
-            lengths = sorted({min(number, most) for number in lengths})
-        # Where features cancel, rounding errors of float32 have no bound of use.
-        if dtype == DTYPES and has_negative_features(feature_map, dim):
-            dtypes = ["float64"]
-    shared = (check, feature_map, attention, as_generator(rng), rtol)
-    shapes = product(enumerate(lengths), enumerate(leads), enumerate(dtypes))
-    return [
-        _Case(*shared, number, lead, name)
-        for (i, number), (j, lead), (k, name) in shapes
-        if 1 in (len(leads), len(dtypes)) or (i + j + k) % 2 == 0
-    ]
-
-
-def _evidence(what: str, cases: list[_Case]) -> Evidence:
-    """Say what was shown, and at which lengths, heads and dtypes."""
-    shapes = ((c.length, "x".join(map(str, c.lead)) or 0, c.dtype) for c in cases)
-    lengths, heads, dtypes = (
-        ", ".join(dict.fromkeys(map(str, values))) for values in zip(*shapes, strict=True)
-    )
-    tried = f"{lengths} tokens; heads {heads}; {dtypes}"
-    return Evidence(cases[0].check, f"{what}: {tried}", 0.0, max(case.allowed for case in cases))
-
 
 @_arrays.on_array_device
 def assert_causal(
@@ -180,7 +54,7 @@ def assert_causal(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 30.0),
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that changing token t changes no output before t.
 
@@ -234,7 +108,7 @@ def assert_causal(
     'assert_causal'
     """
     check_not_empty("magnitudes", magnitudes)
-    cases = _cases("assert_causal", feature_map, attention, **inputs)
+    cases = cases_of("assert_causal", feature_map, attention, **inputs)
     for case in cases:
         n, whole = case.length, on_host(case.attend(*case.arrays, is_causal=True))
         cuts = {1, n // 2, 3 * n // 4, n - 1} | {cut for cut in (64, 128, 256) if cut < n}
@@ -246,7 +120,7 @@ def assert_causal(
             output = on_host(case.attend(*changed, is_causal=True))
             what = f"outputs before token {cut}, later tokens replaced by others of size {size:g}"
             case.close(what, output[..., :cut, :], whole[..., :cut, :])
-    return _evidence(f"later tokens replaced, sizes {[*magnitudes]}", cases)
+    return evidence_of(f"later tokens replaced, sizes {[*magnitudes]}", cases)
 
 
 @_arrays.on_array_device
@@ -255,7 +129,7 @@ def assert_streaming(
     *,
     attention: Attention | None = None,
     step: Callable[[Array, Array, Array, Any], tuple[Array, Any]] | None = None,
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that one token at a time, chunks and the whole sequence give the same.
 
@@ -293,7 +167,7 @@ def assert_streaming(
     >>> evidence.check
     'assert_streaming'
     """
-    cases = _cases("assert_streaming", feature_map, attention, **inputs)
+    cases = cases_of("assert_streaming", feature_map, attention, **inputs)
     if step is None and feature_map is None:
         message = "want step= (query, key, value, state) beside attention="
         raise TypeError(message)
@@ -316,10 +190,10 @@ def assert_streaming(
             output, state = take(*(array[..., t, :] for array in case.arrays), state)
             outputs.append(on_host(output))
         case.close("steps against the whole", np.stack(outputs, axis=-2), whole)
-    return _evidence("steps, chunks and whole agree", cases)
+    return evidence_of("steps, chunks and whole agree", cases)
 
 
-def _assert_joined(case: _Case, whole: Floats) -> None:
+def _assert_joined(case: Case, whole: Floats) -> None:
     cut = whole.shape[-2] // 2
     head, tail = ([a[..., part, :] for a in case.arrays] for part in (slice(cut), slice(cut, None)))
     first, state = case.attend(*head, is_causal=True, return_state=True)
@@ -335,7 +209,7 @@ def assert_mask_is_slice(
     attention: Attention | None = None,
     is_causal: bool = False,
     garbage: tuple[float, ...] = (1e3, np.nan),
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that masked keys and values contribute nothing, as if they had been cut out.
 
@@ -382,7 +256,7 @@ def assert_mask_is_slice(
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
     check_not_empty("garbage", garbage)
-    cases = _cases("assert_mask_is_slice", feature_map, attention, **inputs)
+    cases = cases_of("assert_mask_is_slice", feature_map, attention, **inputs)
     options = {"is_causal": True} if is_causal else {}
     for case in cases:
         for name, keep in _masks(case).items():
@@ -397,10 +271,10 @@ def assert_mask_is_slice(
                 what = f"{name} masked, holding {content:g}, against cutting them out"
                 case.close(what, on_host(output)[..., rows, :], expected)
     names = ", ".join(dict.fromkeys(name for case in cases for name in _masks(case)))
-    return _evidence(f"masked {names}", cases)
+    return evidence_of(f"masked {names}", cases)
 
 
-def _masks(case: _Case) -> dict[str, NDArray[np.bool_]]:
+def _masks(case: Case) -> dict[str, NDArray[np.bool_]]:
     """Which keys are kept, by the names of those that are masked."""
     n, index = case.length, np.arange(case.length)
     runs = {"the last half": (n // 2, n)}
@@ -423,7 +297,7 @@ def assert_merge_associative(
     merge: Callable[[Any, Any], Any] | None = None,
     read: Callable[[Array, Any], Array] | None = None,
     sizes: tuple[float, float, float] = (0.3, 1.0, 3.0),
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that states of parts merge in any order and grouping into the state of all.
 
@@ -473,7 +347,7 @@ def assert_merge_associative(
         message = f"want a feature_map, or {', '.join(missing)}= as well"
         raise TypeError(message)
     inputs.setdefault("length", (11, 110))
-    cases = _cases(check, feature_map, linattn.linear_attention, **inputs)
+    cases = cases_of(check, feature_map, linattn.linear_attention, **inputs)
     known: Any = feature_map
 
     def default_reduce(key: Array, value: Array) -> Any:
@@ -498,7 +372,7 @@ def assert_merge_associative(
         for name, state in groupings.items():
             what = f"states merged as {name} against one state of all"
             case.close(what, read(case.query, state), expected)
-    return _evidence("(a b) c, a (b c), c (b a) and the whole agree", cases)
+    return evidence_of("(a b) c, a (b c), c (b a) and the whole agree", cases)
 
 
 @_arrays.on_array_device
@@ -506,7 +380,7 @@ def assert_permutation_invariant(
     feature_map: FeatureMap | None = None,
     *,
     attention: Attention | None = None,
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that the order of keys does not matter, and that outputs follow their queries.
 
@@ -540,7 +414,7 @@ def assert_permutation_invariant(
     >>> evidence.check
     'assert_permutation_invariant'
     """
-    cases = _cases("assert_permutation_invariant", feature_map, attention, **inputs)
+    cases = cases_of("assert_permutation_invariant", feature_map, attention, **inputs)
     for case in cases:
         expected = on_host(case.attend(*case.arrays))
         order = case.rng.permutation(case.length)
@@ -548,7 +422,7 @@ def assert_permutation_invariant(
         case.close("keys and values in another order", output, expected)
         output = case.attend(case.query[..., order, :], case.key, case.value)
         case.close("queries in another order", output, expected[..., order, :])
-    return _evidence("keys and queries in another order", cases)
+    return evidence_of("keys and queries in another order", cases)
 
 
 @_arrays.on_array_device
@@ -558,7 +432,7 @@ def assert_batch_independent(
     attention: Attention | None = None,
     is_causal: bool = False,
     garbage: tuple[float, ...] = (30.0, np.nan),
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that the output of a batch element, or head, does not depend on the others.
 
@@ -599,7 +473,7 @@ def assert_batch_independent(
     """
     is_causal = _checks.check_flag("is_causal", is_causal)
     check_not_empty("garbage", garbage)
-    cases = _cases("assert_batch_independent", feature_map, attention, **inputs)
+    cases = cases_of("assert_batch_independent", feature_map, attention, **inputs)
     options = {"is_causal": True} if is_causal else {}
     for case in cases:
         together = on_host(case.attend(*case.arrays, **options))
@@ -617,7 +491,7 @@ def assert_batch_independent(
             output = on_host(case.attend(*replaced, **options))
             case.close(f"element 0 beside an element of size {content:g}", output[0], together[0])
     beside = ", ".join(f"{content:g}" for content in garbage)
-    return _evidence(f"alone, in a batch, beside others of size {beside}", cases)
+    return evidence_of(f"alone, in a batch, beside others of size {beside}", cases)
 
 
 @_arrays.on_array_device
@@ -626,7 +500,7 @@ def assert_normalized(
     *,
     attention: Attention | None = None,
     magnitudes: tuple[float, ...] = (0.5, 8.0),
-    **inputs: Unpack[_Inputs],
+    **inputs: Unpack[Inputs],
 ) -> Evidence:
     """Assert that the weights of a query sum to 1, so that values of 1 come out as 1.
 
@@ -664,7 +538,7 @@ def assert_normalized(
     'assert_normalized'
     """
     check_not_empty("magnitudes", magnitudes)
-    cases = _cases("assert_normalized", feature_map, attention, **inputs)
+    cases = cases_of("assert_normalized", feature_map, attention, **inputs)
     for case, size in product(cases, magnitudes):
         query, key = case.normal(case.length, size), case.normal(case.length, size)
         ones = np.ones_like(case.value)
@@ -675,4 +549,4 @@ def assert_normalized(
             silent = np.all(products == 0, axis=-1)[..., None] & (output == 0)
             expected = np.where(silent, 0.0, ones)
         case.close(f"sum of weights, tokens of size {size:g}", output, expected)
-    return _evidence(f"weights sum to 1, sizes {[*magnitudes]}", cases)
+    return evidence_of(f"weights sum to 1, sizes {[*magnitudes]}", cases)

@@ -18,13 +18,12 @@ from linattn import _arrays
 from linattn.diagnostics import denominators
 from linattn.feature_maps import BaseFeatureMap
 from linattn.sampling import Seed, as_generator
+from linattn.testing._attention_cases import LENGTHS
 from linattn.testing._draws import (
-    SIDES,
     MapOrFactory,
     MapSource,
     checked_features,
     feature_products,
-    feature_rows,
     has_positions,
     lead_axes,
     need_one_denominator,
@@ -40,13 +39,13 @@ from linattn.testing._evidence import (
     fail,
     on_host,
 )
+from linattn.testing._feature_rows import rows_of_their_own
 from linattn.testing.arrays import (
     assert_inputs_unchanged,
     assert_namespace_preserved,
     assert_picklable,
 )
 from linattn.testing.attention import (
-    LENGTHS,
     assert_batch_independent,
     assert_causal,
     assert_mask_is_slice,
@@ -63,9 +62,6 @@ PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 KURTOSIS = 25.0
 """Assumed where no variance is known: what one positive feature has at the default pairs."""
-
-SINGLE = 5e-5
-"""Mean error of features in float32, relative to their mean size."""
 
 SIZES_OF_SIGNS = (0.1, 0.5, 3.0, 10.0)
 """Standard deviations of the tokens whose features and denominators may be negative."""
@@ -248,39 +244,7 @@ def _features(subject: _Subject) -> Evidence:
     estimate = getattr(subject.feature_map, "estimate", None)
     if estimate is not None and _has_pair_kernel(subject.feature_map):
         assert_close(check, "estimate(x, y) against features", estimate(x, y), products, 1e-9)
-    return Evidence(check, f"{m} columns, finite; {_rows_of_their_own(subject)}")
-
-
-def _rows_of_their_own(subject: _Subject) -> str:
-    """Assert that rows, heads and float32 have the features of one vector in float64."""
-    feature_map, axes = subject.feature_map, lead_axes(subject.feature_map, subject.dim)
-    most = getattr(feature_map, "max_length", None) or max(LENGTHS)
-    length = int(min(most, np.max(subject.length)))
-    heads = subject.tokens(3, length)
-    x = heads[0] if axes else np.stack(heads, axis=1)
-    for side in SIDES:
-        whole = feature_rows(feature_map, side, x)
-        if not axes:
-            alone = np.stack([feature_rows(feature_map, side, head) for head in heads], axis=1)
-            assert_close(
-                "features",
-                f"{side} of 3 heads, {length} rows, float64, against one head",
-                whole,
-                alone,
-                1e-9,
-            )
-        if not has_positions(feature_map, subject.dim):
-            cut = length // 2
-            rows = feature_rows(feature_map, side, x[..., cut:, :])
-            what = f"{side} of {length} rows, float64, against the last {length - cut}"
-            assert_close("features", what, whole[..., cut:, :], rows, 1e-9)
-        single = x.astype(np.float32)
-        exact = feature_rows(feature_map, side, single.astype(np.float64))
-        error = np.mean(np.abs(feature_rows(feature_map, side, single) - exact))
-        # A mean: where features jump, one rounding error makes another feature.
-        if not error <= SINGLE * max(np.mean(np.abs(exact)), np.finfo(np.float32).tiny):
-            fail("features", f"{side} of {length} rows in float32 differ by {error:.3g} on average")
-    return f"{length} rows, heads {axes or (0, 3)}, float64 and float32 agree"
+    return Evidence(check, f"{m} columns, finite; {rows_of_their_own(subject)}")
 
 
 def _signs(subject: _Subject) -> Evidence:
