@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from _thread import _local
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 from linattn import _checks
 
-__all__ = ["Settings", "changed", "config", "current_settings", "use_settings"]
+__all__ = ["Settings", "changed", "config", "current_settings", "shown", "use_settings"]
 
 
 class Settings(NamedTuple):
@@ -60,6 +63,12 @@ def config(
     -----
     The settings live in a context variable: they hold for this thread (or task) only.
 
+    Compiled code is compiled again under another precision: by ``torch.compile``, and by
+    ``jax.jit`` and ``jax.checkpoint`` from JAX 0.7.2 on, if JAX was imported before the block. A
+    program of ``torch.export`` keeps the precision of its export, and raises an error in a block
+    that asks for another. ``torch.utils.checkpoint`` computes again in the backward pass: call
+    ``backward()`` in the same block, or torch raises an error (not with ``use_reentrant=True``).
+
     Examples
     --------
     >>> import linattn
@@ -75,12 +84,17 @@ def config(
             message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
             raise ValueError(message)
         given["precision"] = precision
-    return changed(_settings, **given)
+    return use_settings(current_settings()._replace(**given))
 
 
-def use_settings(settings: Settings) -> AbstractContextManager[Settings]:
-    """Replace all settings inside a ``with`` block, for example by those of an earlier call."""
-    return changed(_settings, **settings._asdict())
+class _Shown(_local):
+    """The precision in force, where torch compares it before it runs what it compiled."""
+
+    def __init__(self) -> None:
+        self.precision: str | None = None
+
+
+shown = _Shown()
 
 
 @contextmanager
@@ -100,3 +114,31 @@ def changed(variable: ContextVar[Any], **changes: Any) -> Iterator[Any]:
     finally:
         # The interrupt may have come before the same line above.
         variable.set(before)
+
+
+@contextmanager
+def use_settings(settings: Settings) -> Iterator[Settings]:
+    """Replace all settings inside a ``with`` block, for example by those of an earlier call."""
+    before = shown.precision
+    is_same = before == settings.precision
+    with changed(_settings, **settings._asdict()):
+        try:
+            try:
+                shown.precision = settings.precision
+                with nullcontext() if is_same else _jax_keyed_by(settings.precision):
+                    yield settings
+            finally:
+                shown.precision = before
+        finally:
+            shown.precision = before
+
+
+def _jax_keyed_by(precision: str | None) -> AbstractContextManager[Any]:
+    """Return a context in which JAX takes nothing that it traced under another precision."""
+    make = getattr(sys.modules.get("jax"), "make_user_context", None)
+    return nullcontext() if make is None else _jax_context(make)(precision)
+
+
+@cache
+def _jax_context(make: Any) -> Any:
+    return make(None)

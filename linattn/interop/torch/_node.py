@@ -97,7 +97,9 @@ def find(name: str) -> Call:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_name(kind: str, names: tuple[str, ...], keys: tuple[str, ...], *values: Any) -> str:
+def _traced_name(
+    kind: str, names: tuple[str, ...], keys: tuple[str, ...], _: str | None, *values: Any
+) -> str:
     call = Call(kind, names, dict(zip(keys, values, strict=True)))
     name = call.content()
     _traced[name] = call
@@ -128,7 +130,9 @@ def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
     constants = {**{n: a for n, a in arrays.items() if n not in tensors}, **constants}
     names = tuple(tensors)
     if torch.compiler.is_compiling():
-        name = _traced_name(kind, names, tuple(constants), *constants.values())
+        # Read here, the precision becomes a condition of the compiled code.
+        shown = _settings.shown.precision
+        name = _traced_name(kind, names, tuple(constants), shown, *constants.values())
         return attend(_cast(tensors), length, name)
     if not isinstance(query := arrays["query"], torch.Tensor):
         _checks.check_arrays(query=query)
@@ -191,7 +195,13 @@ def _unshared(results: Sequence[Any], given: Sequence[Array]) -> list[Array]:
 
 @torch.library.custom_op("linattn::attend", mutates_args=())  # type: ignore[untyped-decorator]
 def attend(tensors: Sequence[torch.Tensor], length: int, name: str) -> list[torch.Tensor]:
-    call = find(name)
+    call, asked = find(name), _settings.current_settings().precision
+    if asked == "float64" != call.policy.precision:
+        message = (
+            f"precision must be {call.policy.precision!r}, under which this call was traced, got "
+            f"{asked!r}; export or compile it inside linattn.config(precision={asked!r})"
+        )
+        raise RuntimeError(message)
     with _outside_modes(call, tensors[0]):
         return _unshared(KINDS[call.kind][0](call.named(tensors), call, length), tensors)
 
@@ -231,16 +241,17 @@ def _sources(tensors: Any, name: str) -> list[Array]:
     return [a for n, a in find(name).named(tensors).items() if n in DIFFERENTIABLE]
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep(ctx: Any, inputs: Any, output: Any, *more: Array) -> None:
     tensors, ctx.length, ctx.name = inputs
-    ctx.count, ctx.call = len(tensors), find(ctx.name)
     # Of the results only the scale of the state is read.
-    ctx.save_for_backward(*tensors, *output[2:3])
+    kept, ctx.call = [*tensors, *output[2:3]], find(ctx.name)
+    ctx.count, ctx.stop = len(tensors), len(kept)
+    ctx.save_for_backward(*kept, *more)
 
 
 def _gradients(ctx: Any, cotangents: Any, pull: Any) -> list[Array | None]:
     saved = [*ctx.saved_tensors]
-    groups = saved[: ctx.count], saved[ctx.count :], [*cotangents[:2]]
+    groups = saved[: ctx.count], saved[ctx.count : ctx.stop], [*cotangents[:2]]
     found = iter(pull(*groups, ctx.length, ctx.name))
     return [next(found) if name in DIFFERENTIABLE else None for name in ctx.call.names]
 
@@ -272,7 +283,9 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         length, name, *tensors = inputs
-        _keep(ctx, (tensors, length, name), output)
+        # torch's checkpointing counts what is saved: with the setting one tensor more.
+        wide = find(name).policy.precision == "float64"
+        _keep(ctx, (tensors, length, name), output, *[tensors[0].new_empty(0)] * wide)
         ctx.mark_non_differentiable(*output[2:3])
 
     @staticmethod
