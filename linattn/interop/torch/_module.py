@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
 from linattn import _checks
 from linattn._driver.problem import check_feature_map
+from linattn.interop.torch._packing import pack, unpack
 from linattn.interop.torch.functions import linear_attention, softmax_attention
 from linattn.typing import Array, FeatureMap, State
 
@@ -48,8 +48,8 @@ class Attention(nn.Module):  # type: ignore[misc]
     Notes
     -----
     ``load_state_dict`` takes the weights of a ``torch.nn.MultiheadAttention`` without ``kdim``,
-    ``vdim`` and ``add_bias_kv``. A map is saved under ``feature_map._extra_state`` as tensors and
-    numbers, and loading puts it in the place of the module's map.
+    ``vdim`` and ``add_bias_kv``. A map is saved under ``feature_map._extra_state`` as a tensor of
+    bytes, and loading puts it in the place of the module's map.
 
     Unlike ``torch.nn.MultiheadAttention``, the batch is the first axis, a call returns no weights,
     and there is no dropout.
@@ -175,60 +175,20 @@ class _Map(nn.Module):  # type: ignore[misc]
     def extra_repr(self) -> str:
         return repr(self.map)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return _packed_map(self.map)
+    def get_extra_state(self) -> Array:
+        return torch.frombuffer(bytearray(pack(self.map).encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.map = _unpacked_map(state, self.map)
+    def set_extra_state(self, state: Array) -> None:
+        found = unpack(bytes(state.tolist()).decode(), self.map)
+        if type(found) is not type(self.map):
+            message = (
+                f"the state dict must be of a module with a {type(self.map).__qualname__}, got "
+                f"{type(found).__qualname__}; make the module with a map of this class"
+            )
+            raise ValueError(message)
+        self.map = found
 
 
 def _keep_own_map(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
     """Allow loading weights without a map, such as the weights of torch's module."""
     state_dict.setdefault(f"{prefix}_extra_state", module.get_extra_state())
-
-
-def _packed_map(feature_map: Any) -> dict[str, Any]:
-    """Return a map as tensors and numbers, which ``torch.load`` takes with ``weights_only``."""
-    parts = feature_map.__getstate__()
-    return {"class": type(feature_map).__qualname__, **{n: _packed(a) for n, a in parts.items()}}
-
-
-def _packed(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if hasattr(value, "fingerprint"):
-        return _packed_map(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, tuple):
-        return tuple(map(_packed, value))
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    message = (
-        f"the parameters of a feature map in a state dict must be arrays, numbers, texts or maps, "
-        f"got {type(value).__name__}; save the weights without it and pickle the map"
-    )
-    raise TypeError(message)
-
-
-def _unpacked_map(packed: dict[str, Any], like: Any) -> Any:
-    """Return the map that was packed; ``like``: one of its class."""
-    if packed["class"] != type(like).__qualname__:
-        message = (
-            f"the state dict must be of a module with a {type(like).__qualname__}, got "
-            f"{packed['class']}; make the module with a map of this class"
-        )
-        raise ValueError(message)
-    parts = {n: _unpacked(a, getattr(like, n, None)) for n, a in packed.items() if n != "class"}
-    kind: Any = type(like)
-    found = kind.__new__(kind)
-    found.__setstate__(parts)
-    return found
-
-
-def _unpacked(value: Any, like: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.numpy(force=True).copy()
-    if isinstance(value, dict):
-        return _unpacked_map(value, like)
-    return value

@@ -21,6 +21,7 @@ import torch
 
 from linattn import _checks, _settings
 from linattn._driver.stamps import map_fingerprint
+from linattn.interop.torch._packing import pack, unpack
 from linattn.typing import Array
 
 __all__ = [
@@ -59,22 +60,14 @@ class Call:
         return dict(zip(self.names, tensors, strict=True))
 
     def content(self) -> str:
-        """Return a name of the same call in any process, if its map has a fingerprint."""
-        parts = [self.kind, self.names, self.policy]
-        for name, value in self.constants.items():
-            fingerprint = getattr(value, "fingerprint", None)
-            if callable(fingerprint):
-                try:
-                    value = fingerprint()
-                except ValueError:
-                    return uuid.uuid4().hex
-            elif not isinstance(value, bool | int | float | str | None):
-                if hasattr(value, "tolist"):
-                    value = value.tolist()
-                elif not isinstance(value, tuple | list):
-                    return uuid.uuid4().hex
-            parts.append((name, value))
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        """Return a name of the same call in any process; exported, it holds the whole call."""
+        try:
+            constants = [*self.constants.items()]
+            text = pack([self.kind, self.names, constants, tuple(self.policy)])
+        except TypeError:  # of a map of others
+            return uuid.uuid4().hex
+        is_exported = getattr(torch.compiler, "is_exporting", bool)()
+        return text if is_exported else hashlib.sha256(text.encode()).hexdigest()
 
 
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {}
@@ -87,6 +80,9 @@ _count = iter(range(2**63))
 
 def find(name: str) -> Call:
     call = _live.get(name) or _traced.get(name)
+    if call is None and name.startswith("["):
+        kind, names, constants, policy = unpack(name)
+        call = _traced[name] = Call(kind, names, dict(constants), _settings.Settings(*policy))
     if call is None:
         message = (
             f"a traced call of linattn.interop.torch must be known in this process, got {name!r}; "
