@@ -121,7 +121,7 @@ def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
     if torch.compiler.is_compiling():
         if isinstance(arrays.get("log_decay"), float | int):
             arrays["log_decay"] = torch.scalar_tensor(arrays["log_decay"], dtype=torch.float64)
-        constants = {n: _known(a) for n, a in constants.items()}
+        arrays, constants = ({n: _known(a) for n, a in part.items()} for part in (arrays, constants))
     tensors = {n: a for n, a in arrays.items() if isinstance(a, torch.Tensor)}
     constants = {**{n: a for n, a in arrays.items() if n not in tensors}, **constants}
     names = tuple(tensors)
@@ -146,9 +146,13 @@ def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
     return _Attend.apply(length, name, *given)
 
 
-def _known(number: Any) -> Any:
-    """Return an integer that torch traces as the constant that it is, others unchanged."""
-    return operator.index(number) if type(number) is int else number
+def _known(value: Any) -> Any:
+    """Return numbers that torch traces, and lists of them, as the constants that they are."""
+    if isinstance(value, tuple | list):
+        return type(value)([_known(item) for item in value])
+    if type(value) is float:
+        return value.__float__()
+    return operator.index(value) if type(value) is int else value
 
 
 def _cast(tensors: Named) -> list[Array]:
