@@ -25,6 +25,7 @@ __all__ = [
     "cast_floats",
     "device_array",
     "dtype_bits",
+    "has_float64",
     "is_lazy",
     "is_sparse_tensor",
     "kinds",
@@ -349,14 +350,26 @@ def dtype_bits(dtype: Any) -> int:
     return int(digits[1]) if digits else 8 * np.dtype(dtype).itemsize
 
 
-def accumulation_dtype(xp: ModuleType, dtype: Any, precision: str | None) -> Any:
-    """float64 for float64 or when the precision asks for it, else float32."""
-    if precision != "float64" and dtype != xp.float64:
+def has_float64(array: Array) -> bool:
+    """Whether the device of an array has float64: torch's "mps" and some GPUs have not."""
+    xp, device = namespace(array), array_api_compat.device(array)
+    if getattr(device, "type", None) == "xpu":
+        return bool(getattr(xp.xpu.get_device_properties(device), "has_fp64", True))
+    return "float64" in xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
+
+
+def accumulation_dtype(
+    xp: ModuleType, dtype: Any, precision: str | None, array: Array | None = None
+) -> Any:
+    """float64 for float64 or when the precision asks for it (of this array), else float32."""
+    if dtype == xp.float64:
+        return dtype
+    if precision != "float64":
         return xp.float32
-    if "float64" not in xp.__array_namespace_info__().dtypes(kind="real floating"):
+    if not has_float64(array):
         message = (
             f"precision='float64' needs a library with float64 switched on, which "
-            f"{library_name(xp)} has not"
+            f"{library_name(xp)} has not on {array_api_compat.device(array)}"
         )
         raise ValueError(message)
     return xp.float64

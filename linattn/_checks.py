@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from linattn._arrays import (
     _is_ordinary,
     dtype_bits,
+    has_float64,
     is_lazy,
     is_sparse_tensor,
     library_name,
@@ -318,8 +319,7 @@ def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) ->
         A shape that fits neither heads nor tokens; NaN, infinite or positive numbers.
     """
     lead, length = tuple(key.shape[:-2]), key.shape[-2]
-    info = xp.__array_namespace_info__()
-    wide = xp.float64 if "float64" in info.dtypes(kind="real floating") else dtype
+    wide = xp.float64 if has_float64(key) else dtype
     if isinstance(log_decay, numbers.Real) and not isinstance(log_decay, bool | np.bool_):
         device = array_api_compat.device(key)
         log_decay = xp.full((1,) * (key.ndim - 1), float(log_decay), dtype=wide, device=device)
@@ -404,7 +404,9 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
         # An empty list has no integers that would tell its dtype.
         lengths = xp.asarray(host if host.size else host.astype(np.int64), device=device)
     else:
-        of_xp, lengths = _one_array("key_lengths", key_lengths)
+        is_number = getattr(key_lengths, "ndim", None) == 0
+        of_xp, lengths = _one_array("key_lengths", key_lengths[None] if is_number else key_lengths)
+        lengths = lengths[0] if is_number else lengths
         if of_xp is not xp:
             message = (
                 f"key and key_lengths must come from one array library, got {library_name(xp)} "

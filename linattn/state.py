@@ -86,7 +86,7 @@ def init_state(
     if m is None:
         m = num_features_of(feature_map, "like", like.shape[-1])
     precision = _settings.current_settings().precision
-    dtype = _arrays.accumulation_dtype(xp, like.dtype, precision)
+    dtype = _arrays.accumulation_dtype(xp, like.dtype, precision, like)
     device = array_api_compat.device(like)
     lead = _checks.check_leading_axes(
         batch_shape=lead,

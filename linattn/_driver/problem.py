@@ -172,7 +172,7 @@ def _describe(
     m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, sees.option)
     settings = _settings.current_settings()
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     exact = exact_keys(arrays, feature_map, specs, options, sees)
     bias = check_relative_bias(options, query, _leading_axes(arrays)[1], dtype)
@@ -409,7 +409,7 @@ def exact_problem(
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
     weights = weights_of(xp, arrays, dtype, given, sees)
     state_lead, lead = _leading_axes(arrays)
     check_stop_axes(sees.key_stop, state_lead)

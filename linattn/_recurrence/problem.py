@@ -77,7 +77,7 @@ def recurrence_problem(
         beta = _checks.check_token_numbers("beta", beta, key)
         leads["beta"] = tuple(beta.shape[:-2])
     settings = _settings.current_settings()
-    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision)
+    dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
     if initial_state is not None:
         initial_state = _check_state("initial_state", initial_state, (dim, value_dim), dtype, key)
         leads["initial_state"] = tuple(initial_state.shape[:-2])

@@ -31,12 +31,11 @@ LANES = 8
 def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
     """Check arrays of points; return them in the computing dtype, and the dtype of the result.
 
-    The computing dtype is float64, or float32 if the library has no float64 (JAX by default).
+    The computing dtype is float64, or float32 if the device has no float64 (JAX by default).
     """
     xp, arrays = _checks.check_arrays(**named)
     dtype = arrays[0].dtype
-    floats = xp.__array_namespace_info__().dtypes(kind="real floating")
-    wide = xp.float64 if "float64" in floats else xp.float32
+    wide = xp.float64 if _arrays.has_float64(arrays[0]) else xp.float32
     shapes = {name: array.shape for name, array in zip(named, arrays, strict=True)}
     (first, (*_, d)), *rest = shapes.items()
     for name, shape in rest[:1]:

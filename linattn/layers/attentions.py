@@ -185,7 +185,8 @@ class SoftmaxAttention(Attention):
     def _read_one(self, query: Array, cache: KeyValueCache, scope: Scope) -> Array:
         """Attend with the last query, which sees the whole cache, one product for all heads."""
         xp = _arrays.namespace(query)
-        dtype = _arrays.accumulation_dtype(xp, query.dtype, current_settings().precision)
+        precision = current_settings().precision
+        dtype = _arrays.accumulation_dtype(xp, query.dtype, precision, query)
         q, key, value = (xp.astype(x, dtype, copy=False) for x in (query, cache.key, cache.value))
         scale = query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
         logits = (q * scale) @ xp.matrix_transpose(key)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from linattn import _checks, _settings
+from linattn._arrays import has_float64
 from linattn._driver.stamps import map_fingerprint
 from linattn.interop.torch._packing import pack, unpack
 from linattn.typing import Array
@@ -35,6 +36,7 @@ __all__ = [
     "fingerprint_of",
     "pull_back",
     "run",
+    "widest",
 ]
 
 Named: TypeAlias = dict[str, Any]
@@ -116,11 +118,19 @@ def _digits(feature_map: Any) -> str:
     return str(map_fingerprint(feature_map) or "")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def widest(device: str) -> torch.dtype:
+    """Return float64, or float32 where a device has none."""
+    return torch.float64 if has_float64(torch.empty(0, device=device)) else torch.float32
+
+
 def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
     """Run a call; arrays that are no tensors are constants, None is neither."""
     if torch.compiler.is_compiling():
         if isinstance(arrays.get("log_decay"), float | int):
-            arrays["log_decay"] = torch.scalar_tensor(arrays["log_decay"], dtype=torch.float64)
+            device = arrays["query"].device
+            like = {"dtype": widest(device.type), "device": device}
+            arrays["log_decay"] = torch.scalar_tensor(arrays["log_decay"], **like)
         arrays, constants = ({n: _known(a) for n, a in part.items()} for part in (arrays, constants))
     tensors = {n: a for n, a in arrays.items() if isinstance(a, torch.Tensor)}
     constants = {**{n: a for n, a in arrays.items() if n not in tensors}, **constants}

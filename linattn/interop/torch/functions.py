@@ -10,7 +10,7 @@ import torch
 
 from linattn import _checks
 from linattn._driver.options import InteropOptions
-from linattn.interop.torch._node import Named, fingerprint_of, run
+from linattn.interop.torch._node import Named, fingerprint_of, run, widest
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
@@ -321,8 +321,8 @@ def _state_after(
 def _total_decay(decay: Any, key: Array, pairs: Any, *, packed: bool) -> Array:
     """Log decay of all tokens; of packed sequences each, along a first axis."""
     if not isinstance(decay, torch.Tensor):
-        decay = key.new_full((1,) * (key.ndim - 1), decay, dtype=torch.float64)
-    decay = decay.to(torch.float64)
+        decay = key.new_full((1,) * (key.ndim - 1), decay, dtype=widest(key.device.type))
+    decay = decay.to(widest(key.device.type))
     if decay.ndim == 0:
         decay = decay.reshape((1,) * (key.ndim - 1))
     if decay.ndim < key.ndim - 1:
