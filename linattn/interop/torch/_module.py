@@ -51,8 +51,8 @@ class Attention(nn.Module):  # type: ignore[misc]
     ``vdim`` and ``add_bias_kv``. A map is saved under ``feature_map._extra_state`` as a tensor of
     bytes, and loading puts it in the place of the module's map.
 
-    Unlike ``torch.nn.MultiheadAttention``, the batch is the first axis, a call returns no weights,
-    and there is no dropout.
+    Unlike ``torch.nn.MultiheadAttention``, the batch is the first axis, a call returns the output
+    alone, and there is no dropout: for code that calls torch's module use :meth:`from_multihead`.
 
     Examples
     --------
@@ -92,6 +92,56 @@ class Attention(nn.Module):  # type: ignore[misc]
         if bias:
             nn.init.zeros_(self.out_proj.bias)
 
+    @staticmethod
+    def from_multihead(
+        module: Any, attention: FeatureMap | Literal["softmax"] = "softmax"
+    ) -> Attention:
+        """Return a module with the parameters of a ``torch.nn.MultiheadAttention``, called as it.
+
+        Parameters
+        ----------
+        module : torch.nn.MultiheadAttention
+            Its parameters are shared, not copied.
+        attention : FeatureMap or "softmax", optional
+            As for the class. Default ``"softmax"``, which gives the numbers of `module`.
+
+        Returns
+        -------
+        Attention
+            A call takes the arguments of ``torch.nn.MultiheadAttention``, in its order and with its
+            defaults, and returns the pair ``(output, weights)``. So it may take the module's place
+            in ``torch.nn.TransformerEncoderLayer`` and others; torch's fast path is not taken.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not a ``torch.nn.MultiheadAttention``; as the class; shapes that do not fit, in a call.
+        NotImplementedError
+            `module` has ``kdim``, ``vdim``, ``add_bias_kv``, ``add_zero_attn`` or hooks; a map
+            with dropout in training; a map with an ``attn_mask`` that no option of
+            :func:`linear_attention` says, such as one that is learned.
+
+        Notes
+        -----
+        Weights (``need_weights=True``, torch's default) cost O(L S) memory, for a map too: they
+        are the attention to unit vectors. So do an ``attn_mask`` and dropout with ``"softmax"``.
+        A query that sees no key gets zeros. Values of an ``attn_mask`` count, not ``is_causal``
+        beside it, but for a map under ``torch.compile``, which trusts ``is_causal=True``.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from linattn.feature_maps import EluFeatures
+        >>> from linattn.interop.torch import Attention
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, dropout=0.0, batch_first=True)
+        >>> layer.self_attn = Attention.from_multihead(layer.self_attn, EluFeatures())
+        >>> layer(torch.randn(2, 100, 64)).shape
+        torch.Size([2, 100, 64])
+        """
+        from linattn.interop.torch._multihead import MultiheadAttention
+
+        return MultiheadAttention(module, attention)
+
     def forward(
         self,
         query: Array,
@@ -128,35 +178,43 @@ class Attention(nn.Module):  # type: ignore[misc]
         return_state = _checks.check_flag("return_state", return_state)
         key = query if key is None else key
         value = key if value is None else value
-        weights = self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (
-            self._split(nn.functional.linear(x, weight, bias))
-            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
-        )
-        options: dict[str, Any] = {"is_causal": is_causal}
-        if key_padding_mask is not None:
-            mask = key_padding_mask[..., None, :]
-            is_bool = mask.dtype == torch.bool
-            options["key_mask" if is_bool else "key_bias"] = ~mask if is_bool else mask
-        after = None
-        held = self.feature_map
-        if held is not None:
-            options |= {"initial_state": state, "return_state": True}
-            output, after = linear_attention(q, k, v, held.map, **options)
+        options: dict[str, Any] = {"is_causal": is_causal, **padding_options(key_padding_mask)}
+        if self.feature_map is not None:
+            options["initial_state"] = state
         elif state is not None or return_state:
             message = (
                 "state must be None and return_state False with softmax attention, which has no "
                 "state of a fixed size, got others; give the module a feature map"
             )
             raise ValueError(message)
-        else:
-            output = softmax_attention(q, k, v, **options)
-        output = self.out_proj(output.transpose(-2, -3).flatten(-2))
+        output, after = self._function(*self._heads(query, key, value), **options)
+        output = self._joined(output)
         return (output, after) if return_state else output
 
-    def _split(self, x: Array) -> Array:
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+    def _heads(self, *tokens: Array) -> list[Array]:
+        """Project queries, keys and values; return them with an axis of heads."""
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        rows = map(nn.functional.linear, tokens, weights, biases)
+        return [x.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3) for x in rows]
+
+    def _function(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, State | None]:
+        """Attend in each head; the state is None for softmax attention."""
+        if self.feature_map is None:
+            return softmax_attention(q, k, v, **options), None
+        return linear_attention(q, k, v, self.feature_map.map, return_state=True, **options)
+
+    def _joined(self, output: Array) -> Array:
+        """Project the outputs of all heads."""
+        return self.out_proj(output.transpose(-2, -3).flatten(-2))
+
+
+def padding_options(ignored: Array | None) -> dict[str, Any]:
+    """Return a ``key_padding_mask`` as an option of attention: True ignores, numbers are added."""
+    if ignored is None:
+        return {}
+    mask = ignored[..., None, :]
+    return {"key_mask": ~mask} if mask.dtype == torch.bool else {"key_bias": mask}
 
 
 class _Map(nn.Module):  # type: ignore[misc]

@@ -131,7 +131,9 @@ def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
             device = arrays["query"].device
             like = {"dtype": widest(device.type), "device": device}
             arrays["log_decay"] = torch.scalar_tensor(arrays["log_decay"], **like)
-        arrays, constants = ({n: _known(a) for n, a in part.items()} for part in (arrays, constants))
+        arrays, constants = (
+            {n: _known(a) for n, a in part.items()} for part in (arrays, constants)
+        )
     tensors = {n: a for n, a in arrays.items() if isinstance(a, torch.Tensor)}
     constants = {**{n: a for n, a in arrays.items() if n not in tensors}, **constants}
     names = tuple(tensors)
