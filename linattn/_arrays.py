@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -142,7 +143,7 @@ def _entered(names: tuple[str, ...] | None, function: _F) -> _F:
         # The classes are missing while the libraries are being imported.
         cupy_array: Any = getattr(sys.modules.get("cupy"), "ndarray", ())
         tensor: Any = getattr(sys.modules.get("torch"), "Tensor", ())
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), jax_broadcasts():
             for argument in (*args, *kwargs.values()) if cupy_array or tensor else ():
                 array = argument.kvz if isinstance(argument, State) else argument
                 if isinstance(array, cupy_array):
@@ -153,6 +154,15 @@ def _entered(names: tuple[str, ...] | None, function: _F) -> _F:
             return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def jax_broadcasts() -> AbstractContextManager[Any]:
+    """Return a context in which JAX broadcasts; its users may have that raise an error."""
+    config = getattr(sys.modules.get("jax"), "config", None)
+    if getattr(config, "jax_numpy_rank_promotion", "allow") == "allow":
+        return nullcontext()
+    rank_promotion: Any = sys.modules["jax"].numpy_rank_promotion
+    return rank_promotion("allow")  # type: ignore[no-any-return]
 
 
 def caller_level() -> int:

@@ -31,8 +31,10 @@ def fade(state: State, log: Array) -> State:
     """Multiply a state by ``exp(log)``, ``(..., 1)``; ``kvz`` takes the rounding error."""
     xp, dtype = namespace(state.kvz), state.kvz.dtype
     log_scale = state.log_scale + xp.astype(log, dtype, copy=False)
-    moved = xp.where(log_scale == -xp.inf, xp.zeros_like(log_scale), log_scale - state.log_scale)
-    rest = xp.where(log_scale == -xp.inf, xp.zeros_like(moved), log - moved)
+    empty, nothing = log_scale == -xp.inf, xp.zeros_like(log_scale)
+    # Chosen before they are subtracted: -inf - (-inf) is NaN, which frameworks may report.
+    after, before = (xp.where(empty, nothing, logs) for logs in (log_scale, state.log_scale))
+    rest = xp.where(empty, nothing, log - (after - before))
     kvz = state.kvz * xp.exp(xp.astype(rest, dtype, copy=False))[..., None]
     return State(kvz, log_scale, state.length)
 

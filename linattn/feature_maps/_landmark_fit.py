@@ -66,10 +66,10 @@ def is_concrete(array: Array) -> bool:
     if array_api_compat.is_dask_array(array):
         return False
     try:
-        _arrays.to_numpy(array[..., :0])
+        # An array of ndonnx without values becomes an object of no axes.
+        return _arrays.to_numpy(array[..., :0]).ndim == array.ndim
     except Exception:
         return False
-    return True
 
 
 def strata(n: int, noise: Floats) -> NDArray[np.intp]:

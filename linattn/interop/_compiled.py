@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linattn import _settings
+from linattn._arrays import jax_broadcasts
 from linattn.typing import State
 
 __all__: list[str] = []
@@ -91,7 +92,7 @@ def _differentiable(make: Any, given: Any, settings: Any, compiled: Any) -> Any:
 
     def under_settings(function: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            with _settings.use_settings(settings):
+            with _settings.use_settings(settings), jax_broadcasts():
                 return function(*arguments)
 
         return compiled(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,8 @@ def load_safetensors(
     TypeError
         A mapping that is not of names to names or lists of names.
     ValueError
-        A name is not in the file, an array is bfloat16, shapes of a list do not fit, or the file is
-        no safetensors file.
+        A name is not in the file, shapes of a list do not fit, an array is bfloat16 and the package
+        ml_dtypes is not installed, or the file is no safetensors file.
     OSError
         The file cannot be read.
 
@@ -67,6 +68,8 @@ def load_safetensors(
     ['norm.weight']
     """
     safetensors = _package()
+    with suppress(ImportError):  # which gives NumPy bfloat16
+        import ml_dtypes as ml_dtypes
     name = checked_path(path)
     if mapping is not None:
         _check_mapping(mapping)

@@ -112,7 +112,7 @@ class MultiheadAttention(Attention):
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 shown = " or ".join(str(tuple(shape)) for shape in shapes)
                 message = f"{name} must have shape {shown}, got {tuple(tensor.shape)}"
-                raise ValueError(f"{message}; batch_first is {self.batch_first}")
+                raise ValueError(message)
 
 
 NO_DROPOUT = (
@@ -137,8 +137,8 @@ def _check_module(module: Any, attention: Any) -> None:
     }
     for name, is_there in missing.items():
         if is_there:
-            message = f"module must have no {name}, which linattn cannot do, got a module with them"
-            raise NotImplementedError(f"{message}; keep that module")
+            message = f"module must have no {name}, which linattn has not, got a module with it"
+            raise NotImplementedError(message)
     if module.dropout and module.training and attention != "softmax":
         raise NotImplementedError(NO_DROPOUT)
 

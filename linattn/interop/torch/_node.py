@@ -301,6 +301,15 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
         ctx.mark_non_differentiable(*output[2:3])
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        message = (
+            "derivatives of linattn.interop.torch must be taken in reverse, as by backward() or "
+            "torch.func.grad, got one in forward mode, as of torch.func.jvp or jacfwd; call the "
+            "function of this name in linattn"
+        )
+        raise NotImplementedError(message)
+
+    @staticmethod
     def backward(ctx: Any, *cotangents: Array) -> Any:
         return None, None, *_gradients(ctx, cotangents, _PullBack.of)
 
