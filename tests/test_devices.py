@@ -40,6 +40,29 @@ def test_state_on_another_device(name):
         call(good_state(on_device(CPU)))
 
 
+@pytest.mark.parametrize("name", ["log_decay", "its gradient", "a kernel sum", "precision"])
+def test_a_device_without_float64(name):
+    """As torch's "mps"; the library has float64 elsewhere."""
+    device = array_api_strict.Device("no_float64")
+    host = [array[0, 0].astype(np.float32) for array in tokens()]
+    there = [array_api_strict.asarray(array, device=device) for array in host]
+    options = {"is_causal": True, "log_decay": -0.1}
+    calls = {
+        "log_decay": lambda *a: linattn.linear_attention(*a, PHI, **options),
+        "its gradient": lambda *a: linattn.linear_attention_vjp(*a, PHI, **options)[1](a[2])[0],
+        "a kernel sum": lambda query, key, _: linattn.kernels.log_sum_exp(query, key, bandwidth=1),
+    }
+    if name == "precision":
+        said = "precision='float64' needs a library with float64 .* has not on .*no_float64"
+        with linattn.config(precision="float64"), pytest.raises(ValueError, match=said):
+            linattn.linear_attention(*there, PHI)
+        return
+    got = calls[name](*there)
+    assert got.device == device
+    got = np.asarray(array_api_compat.to_device(got, CPU))
+    np.testing.assert_allclose(got, calls[name](*host), rtol=1e-4, atol=1e-4)
+
+
 def test_stream_that_changes_device():
     query, key, value = (array[0, 0] for array in tokens())
     home = [on_device(DEVICE1)(array) for array in (query, key, value)]

@@ -214,6 +214,40 @@ def test_an_eager_call_makes_no_nan_that_jax_would_report():
     agree(nothing, np.zeros((2, 2)))
 
 
+def test_a_decay_makes_no_nan_that_jax_would_report():
+    rows = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
+    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
+    with jax.debug_nans(True):
+        output, pullback = linattn.linear_attention_vjp(*rows, PHI, **options)
+        gradients = pullback(rows[0])
+    want, pull_back = linattn.linear_attention_vjp(QUERY, *KV, PHI, **options)
+    agree((output, *gradients), (want, *pull_back(QUERY)))
+
+
+def test_broadcasting_works_where_users_let_it_raise():
+    """Leading axes broadcast by design; the flag is for the user's own code."""
+    rows = [jax.numpy.asarray(x) for x in (QUERIES, *KV)]
+    with jax.numpy_rank_promotion("raise"):
+        lengths = interop.softmax_attention(*rows[1:], rows[2], key_lengths=jax.numpy.array(2))
+        for library in (interop, linattn):
+            agree(library.softmax_attention(*rows), linattn.softmax_attention(QUERIES, *KV))
+        with pytest.raises(ValueError, match="could not be broadcast"):
+            rows[0] + rows[1]
+    agree(lengths, linattn.softmax_attention(*KV, KV[1]))
+
+
+def test_traced_code_obeys_a_later_precision():
+    rows = [x.astype("float32") for x in tokens(2)]
+
+    def state(*given: Any) -> Any:
+        return plain(*given, PHI, return_state=True)[1].kvz
+
+    for traced in (jax.jit(state), jax.checkpoint(state)):
+        for precision, wanted in ((None, "float32"), ("float64", "float64"), (None, "float32")):
+            with linattn.config(precision=precision):
+                assert traced(*rows).dtype == wanted
+
+
 # The table --------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -542,6 +544,18 @@ def test_arrays_of_a_file_that_cannot_be_put_together(tmp_path):
     for wanted in (["a", "b"], []):
         with pytest.raises(ValueError, match=r"mapping\['x'\] must name arrays that go behind"):
             layers.load_safetensors(path, {"x": wanted})
+
+
+def test_bfloat16_needs_no_import_before(tmp_path):
+    pytest.importorskip("safetensors", reason="files need the extra layers")
+    header = {"w": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text + b"\x80\x3f")
+    program = "import sys; from linattn import layers; print(*layers.load_safetensors('m')['w'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split() == ["1"]
 
 
 def test_what_is_no_safetensors_file(tmp_path):

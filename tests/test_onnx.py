@@ -173,6 +173,20 @@ def test_one_model_gives_the_numbers_of_numpy_at_all_sizes(case):
             session.run(None, arrays)
 
 
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_landmarks_that_were_fitted_before(is_corrected):
+    rng = np.random.default_rng(0)
+    tokens = {n: rng.random((6, 4), dtype=np.float32) for n in ("query", "key", "value")}
+    phi = feature_maps.LandmarkFeatures.fit(
+        tokens["query"], tokens["key"], num_features=4, corrected=is_corrected, rng=0
+    )
+    model = interop.export(
+        lambda **given: linear(**given, feature_map=phi), dict.fromkeys(tokens, (6, 4))
+    )
+    (got,) = session_of(model).run(None, tokens)
+    np.testing.assert_allclose(got, linear(**tokens, feature_map=phi), rtol=1e-5, atol=1e-5)
+
+
 def test_the_page_shows_what_is_tested():
     table = PAGE.read_text(encoding="utf-8").partition("| call | sizes that vary |")[2]
     rows = re.findall(r"^\| (.*) \| (.*) \|$", table.partition("\n\n")[0], re.MULTILINE)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +286,10 @@ def test_a_compiled_stream_is_the_eager_one(options):
                 agree(getattr(after, name), getattr(state, name))
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"key_lengths": torch.tensor([9, 5])}], ids=repr)
+LENGTHS: list[Any] = [{"key_lengths": torch.tensor([9, 5])}, {"key_lengths": torch.tensor(5)}]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *LENGTHS], ids=repr)
 def test_a_batch_of_any_arguments_is_one_at_a_time(options):
     """States of calls that are stacked, and gradients by every tensor of the call."""
     names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
@@ -308,6 +313,102 @@ def test_a_traced_call_that_is_not_known_says_so():
 
     with pytest.raises(RuntimeError, match="must be known in this process, got 'elsewhere'"):
         attend(QKV, 0, "elsewhere")
+
+
+def _precise(*qkv: Any) -> Any:
+    """A state, whose dtype tells the precision."""
+    return interop.linear_attention(*qkv, PHI, is_causal=True, return_state=True)[1].kvz
+
+
+class _Precise(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, *qkv: Any) -> Any:
+        return _precise(*qkv)
+
+
+NARROW = [array.float() for array in QKV]
+
+
+def test_compiled_code_obeys_a_later_precision():
+    compiled = torch.compile(_precise, fullgraph=True, backend="aot_eager")
+    assert compiled(*NARROW).dtype == torch.float32
+    with linattn.config(precision="float64"):
+        got = compiled(*NARROW)
+        agree(got, _precise(*NARROW))
+        with ThreadPoolExecutor(1) as other:  # which has no setting
+            assert other.submit(compiled, *NARROW).result().dtype == torch.float32
+            asked = contextvars.copy_context().run
+            with pytest.raises(RuntimeError, match="precision must be None, under which"):
+                other.submit(asked, compiled, *NARROW).result()
+    assert got.dtype == torch.float64
+    assert compiled(*NARROW).dtype == torch.float32
+
+
+def test_a_program_keeps_its_precision_or_refuses_another():
+    narrow = torch.export.export(_Precise(), tuple(NARROW)).module()
+    with linattn.config(precision="float64"):
+        wide = torch.export.export(_Precise(), tuple(NARROW)).module()
+        with pytest.raises(RuntimeError, match="precision must be None, under which"):
+            narrow(*NARROW)
+    assert wide(*NARROW).dtype == torch.float64
+
+
+def test_a_checkpoint_is_computed_again_in_its_precision_or_refused():
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    leaf = NARROW[0].clone().requires_grad_()
+    with linattn.config(precision="float64"):
+        first, second = (
+            checkpoint(_softmax(True), leaf, *NARROW[1:], use_reentrant=False) for _ in range(2)
+        )
+        first.sum().backward()
+    with pytest.raises(CheckpointError, match="number of tensors"):
+        second.sum().backward()
+
+
+def test_a_program_runs_where_its_calls_were_never_made(monkeypatch):
+    from linattn.interop.torch import _node
+
+    phi = feature_maps.Reparametrized(PHI, key_shift=[0.1, 0.2, 0.0, 0.0])
+
+    class Module(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, *qkv: Any) -> Any:
+            one = interop.linear_attention(*qkv, phi, cu_seqlens=[0, 4, 9], is_causal=True)
+            return one + interop.softmax_attention(*qkv, scale=0.3, local_window_size=(2, 1))
+
+    with io.BytesIO() as file:
+        torch.export.save(torch.export.export(Module(), tuple(QKV)), file)
+        monkeypatch.setattr(_node, "_traced", {})
+        file.seek(0)
+        agree(torch.export.load(file).module()(*QKV), Module()(*QKV))
+
+
+AGAIN: dict[str, list[Any]] = {
+    "scale": [0.1, 0.2],
+    "cu_seqlens": [[0, 3, 9], [0, 4, 9]],
+    "local_window_size": [(1, 0), (2, 0)],
+    "key_lengths": [4, 5],
+    "far_bias": [(0.1, 0.2), (0.3, 0.4)],
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_a_second_number_compiles(name):
+    more = {"window_bias": torch.zeros(3, dtype=torch.float64), "local_window_size": (1, 1)}
+
+    def call(query: Any, given: Any) -> Any:
+        options = {**(more if name == "far_bias" else {}), name: given}
+        return interop.softmax_attention(query, *QKV[1:], **options)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for given in AGAIN[name]:
+        agree(compiled(QKV[0], given), call(QKV[0], given))
+
+
+def test_forward_mode_is_refused_by_name():
+    for call in CALLS.values():
+        with pytest.raises(NotImplementedError, match=r"interop\.torch must be taken in reverse"):
+            torch.func.jvp(call, tuple(QKV), tuple(QKV))
 
 
 def test_eager_calls_leave_nothing_behind():
@@ -347,6 +448,10 @@ def test_the_module_saves_its_map():
         other.load_state_dict(torch.load(file, weights_only=True))
     agree(other(x), ours(x))
     assert other.feature_map.map == ours.feature_map.map
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    third = interop.Attention(8, 2, PHI)
+    third.load_state_dict(safetensors.load(safetensors.save(ours.state_dict())))
+    assert third.feature_map.map == ours.feature_map.map
     other.load_state_dict(torch.nn.MultiheadAttention(8, 2).state_dict())
     with pytest.raises(ValueError, match="must be of a module with a EluFeatures"):
         interop.Attention(8, 2, feature_maps.EluFeatures()).load_state_dict(ours.state_dict())
