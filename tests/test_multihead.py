@@ -95,6 +95,7 @@ GIVEN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("grad", [True, False])

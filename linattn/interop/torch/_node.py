@@ -256,9 +256,9 @@ def _sources(tensors: Any, name: str) -> list[Array]:
 def _keep(ctx: Any, inputs: Any, output: Any, *more: Array) -> None:
     tensors, ctx.length, ctx.name = inputs
     # Of the results only the scale of the state is read.
-    kept, ctx.call = [*tensors, *output[2:3]], find(ctx.name)
-    ctx.count, ctx.stop = len(tensors), len(kept)
-    ctx.save_for_backward(*kept, *more)
+    saved, ctx.call = [*tensors, *output[2:3]], find(ctx.name)
+    ctx.count, ctx.stop = len(tensors), len(saved)
+    ctx.save_for_backward(*saved, *more)
 
 
 def _gradients(ctx: Any, cotangents: Any, pull: Any) -> list[Array | None]:
