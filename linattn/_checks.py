@@ -405,15 +405,9 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
         lengths = xp.asarray(host if host.size else host.astype(np.int64), device=device)
     else:
         is_number = getattr(key_lengths, "ndim", None) == 0
-        of_xp, lengths = _one_array("key_lengths", key_lengths[None] if is_number else key_lengths)
+        given = key_lengths[None] if is_number else key_lengths
+        lengths = _same_library("key_lengths", given, "key", key, xp)
         lengths = lengths[0] if is_number else lengths
-        if of_xp is not xp:
-            message = (
-                f"key and key_lengths must come from one array library, got {library_name(xp)} "
-                f"and {library_name(of_xp)}"
-            )
-            raise TypeError(message)
-        _check_device("key", key, "key_lengths", lengths)
     if not xp.isdtype(lengths.dtype, "integral"):
         message = f"key_lengths must be integers, got dtype {lengths.dtype}"
         raise TypeError(message)
