@@ -202,7 +202,10 @@ class Attention(nn.Module):  # type: ignore[misc]
         """Attend in each head; the state is None for softmax attention."""
         if self.feature_map is None:
             return softmax_attention(q, k, v, **options), None
-        return linear_attention(q, k, v, self.feature_map.map, return_state=True, **options)
+        output, state = linear_attention(
+            q, k, v, self.feature_map.map, return_state=True, **options
+        )
+        return output, state
 
     def _joined(self, output: Array) -> Array:
         """Project the outputs of all heads."""
