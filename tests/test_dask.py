@@ -544,7 +544,7 @@ def test_each_gradient_of_full_attention_is_computed_alone(num_keys):
 def test_gradients_with_decay_ignore_masked_keys_that_are_nan():
     arrays, mask = tokens(12), np.arange(12) < 9
     arrays[1][:, 9:] = np.nan
-    options = {"is_causal": True, "log_decay": -0.1}
+    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
     lazy = lazily(arrays, 5)
     output, pullback = linattn.linear_attention_vjp(
         *lazy, MAPS["elu"], key_mask=da.from_array(mask), **options

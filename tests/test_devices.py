@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import array_api_compat
 import array_api_strict
 import numpy as np
@@ -46,8 +48,8 @@ def test_a_device_without_float64(name):
     device = array_api_strict.Device("no_float64")
     host = [array[0].astype(np.float32) for array in tokens()]
     there = [array_api_strict.asarray(array, device=device) for array in host]
-    options = {"is_causal": True, "log_decay": -0.1}
-    calls = {
+    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
+    calls: dict[str, Any] = {
         "log_decay": lambda *a: linattn.linear_attention(*a, PHI, **options),
         "its gradient": lambda *a: linattn.linear_attention_vjp(*a, PHI, **options)[1](a[2])[0],
         "a kernel sum": lambda query, key, _: linattn.kernels.log_sum_exp(query, key, bandwidth=1),

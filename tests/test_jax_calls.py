@@ -205,7 +205,7 @@ def test_an_eager_stream_is_that_of_numpy():
 
 def test_an_eager_call_makes_no_nan_that_jax_would_report():
     """Inside, rows that see nothing yet are NaN before they are chosen among."""
-    rows = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
+    rows: Any = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
     with jax.debug_nans(True):
         for call in (CALLS["linear, causal"], CALLS["softmax, causal"]):
             agree(call(interop, *rows), call(linattn, QUERY, *KV))
@@ -215,18 +215,19 @@ def test_an_eager_call_makes_no_nan_that_jax_would_report():
 
 
 def test_a_decay_makes_no_nan_that_jax_would_report():
-    rows = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
+    rows: Any = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
     options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
     with jax.debug_nans(True):
         output, pullback = linattn.linear_attention_vjp(*rows, PHI, **options)
         gradients = pullback(rows[0])
-    want, pull_back = linattn.linear_attention_vjp(QUERY, *KV, PHI, **options)
+    arrays: Any = (QUERY, *KV)
+    want, pull_back = linattn.linear_attention_vjp(*arrays, PHI, **options)
     agree((output, *gradients), (want, *pull_back(QUERY)))
 
 
 def test_broadcasting_works_where_users_let_it_raise():
     """Leading axes broadcast by design; the flag is for the user's own code."""
-    rows = [jax.numpy.asarray(x) for x in (QUERIES, *KV)]
+    rows: Any = [jax.numpy.asarray(x) for x in (QUERIES, *KV)]
     with jax.numpy_rank_promotion("raise"):
         lengths = interop.softmax_attention(*rows[1:], rows[2], key_lengths=jax.numpy.array(2))
         for library in (interop, linattn):

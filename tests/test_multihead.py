@@ -29,7 +29,7 @@ def pick(rng: Any, *values: Any) -> Any:
 def masks(rng: Any, lead: tuple[int, ...], others: int) -> dict[str, Any]:
     """Masks of both arguments in all forms; every query sees a key."""
     form, shape = pick(rng, None, "bool", "float", "heads"), (LENGTH, others)
-    mask = None if form is None else torch.rand(shape) < 0.3
+    mask: Any = None if form is None else torch.rand(shape) < 0.3
     if form in ("float", "heads"):
         count = HEADS * (lead[0] if lead else 1)
         mask = torch.randn((count, *shape) if form == "heads" else shape, dtype=torch.float64)
@@ -121,7 +121,12 @@ def test_no_fast_path_goes_around_a_map(monkeypatch):
     want = ours(X, src_key_padding_mask=PADDING)
     kind, nested = type(ours.layers[0].self_attn), []
     packed = kind._nested
-    monkeypatch.setattr(kind, "_nested", lambda *given: nested.append(1) or packed(*given))
+
+    def counted(*given):
+        nested.append(given)
+        return packed(*given)
+
+    monkeypatch.setattr(kind, "_nested", counted)
     with torch.no_grad():
         got = ours(X, src_key_padding_mask=PADDING)
     assert len(nested) == 2

@@ -20,17 +20,17 @@ def tokens(length=70, seed=0):
     return np.random.default_rng(seed).standard_normal((3, 2, length, 4))
 
 
-def moved(arrays, number, options, phi):
+def moved(arrays: Any, number: int, options: Any, phi: Any) -> Any:
     """Derivatives along a random direction, by a complex step of the dense formula."""
     direction = np.random.default_rng(7).standard_normal(arrays[number].shape)
     q, k, v = (x + 1e-30j * direction if i == number else x for i, x in enumerate(arrays))
     return direction, dense_oracle.evaluate(q, k, v, phi, **options).output.imag * 1e30
 
 
-def agrees(arrays, phi, options):
+def agrees(arrays: Any, phi: Any, options: dict[str, Any]) -> None:
     """Check the output and, where there are some, gradients against the dense formula."""
-    maps = [] if phi is None else [phi]
-    function = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
+    maps: Any = [] if phi is None else [phi]
+    function: Any = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
     if phi is not None:
         out = linattn.linear_attention(*arrays, phi, **options)
         want = dense_oracle.evaluate(*arrays, phi, **options).output
@@ -54,8 +54,8 @@ def agrees(arrays, phi, options):
 def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
     arrays = tokens(24)
     options = options | {"is_causal": is_causal}
-    maps = [] if phi is None else [phi]
-    function = linattn.softmax_attention if phi is None else linattn.linear_attention
+    maps: Any = [] if phi is None else [phi]
+    function: Any = linattn.softmax_attention if phi is None else linattn.linear_attention
     out = function(*map(xp.array, arrays), *maps, **options)
     want = dense_oracle.evaluate(arrays[0], arrays[1], arrays[2], phi, **options).output
     np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-11, atol=1e-12)

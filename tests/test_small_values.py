@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,7 +228,7 @@ def dense(mode, query, key, value, cotangent, mask):
 
 def attend(mode, query, key, value, mask, like):
     """Return the output and the pullback of a call."""
-    options = {}
+    options: dict[str, Any] = {}
     if mode.startswith(("causal", "decay", "chunks")):
         options["is_causal"] = True
     if mode.startswith("decay"):

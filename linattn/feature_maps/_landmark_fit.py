@@ -67,7 +67,7 @@ def is_concrete(array: Array) -> bool:
         return False
     try:
         # An array of ndonnx without values becomes an object of no axes.
-        return _arrays.to_numpy(array[..., :0]).ndim == array.ndim
+        return bool(_arrays.to_numpy(array[..., :0]).ndim == array.ndim)
     except Exception:
         return False
 
