@@ -27,6 +27,8 @@ __all__ = [
     "device_array",
     "dtype_bits",
     "has_float64",
+    "inspected",
+    "is_exact",
     "is_lazy",
     "is_sparse_tensor",
     "kinds",
@@ -279,6 +281,20 @@ def is_lazy(array: Array) -> bool:
         levels = functorch.get_interpreter_stack() or ()
         return any(level.key() == functorch.TransformType.Vmap for level in levels)
     return bool(array_api_compat.is_lazy_array(array))
+
+
+def inspected(condition: Array) -> bool | None:
+    """Whether a condition holds everywhere, computed even by Dask; None for traced arrays."""
+    try:
+        return bool(namespace(condition).all(condition))
+    except (TypeError, RuntimeError):  # of JAX, and of torch inside vmap
+        return None
+
+
+def is_exact(array: Any) -> bool:
+    """Whether this is an array of integers or booleans."""
+    dtype = str(array.dtype) if array_api_compat.is_array_api_obj(array) else ""
+    return "int" in dtype or "bool" in dtype
 
 
 def is_differentiated(*arrays: Array | None) -> bool:

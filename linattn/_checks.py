@@ -275,14 +275,13 @@ def check_key_mask(
     ValueError
         Not of shape ``(S,)`` or ``key.shape[:-1]`` up to axes of 1.
     """
-    mask = _same_library(f"{of}_mask", key_mask, of, key, xp)
+    name = "query_mask" if of == "query" else "key_mask"
+    mask = _same_library(name, key_mask, of, key, xp)
     if mask.dtype != xp.bool:
-        message = (
-            f"{of}_mask must be boolean (True = attend), got dtype {mask.dtype}; give "
-            f"mask == 1, or mask == 0 of a mask of 0 and -inf that is added to logits"
-        )
+        remedy = "give mask == 1, or mask == 0 of a mask of 0 and -inf that is added to logits"
+        message = f"{name} must be boolean (True = attend), got dtype {mask.dtype}; {remedy}"
         raise TypeError(message)
-    return _one_each(f"{of}_mask", mask, of, key, query_len)
+    return _one_each(name, mask, of, key, query_len)
 
 
 def check_key_bias(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import textwrap
+from _thread import allocate_lock  # `threading` would slow `import linattn` down
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 GROUP = "linattn.backends"
+
+# Not in each Explanation, which could not be copied.
+_COUNTING = allocate_lock()
 
 
 class Choice(NamedTuple):
@@ -70,20 +74,16 @@ class Explanation:
 
     def __init__(self) -> None:
         self._calls: Counter[tuple[str, str, str]] = Counter()
-        # Here and not at the top: `import linattn` would pay for it.
-        from threading import Lock
-
-        self._lock = Lock()
 
     def add(self, function: str, code: str, reason: str = "") -> None:
         """Count a call, from any thread of a plan."""
-        with self._lock:
+        with _COUNTING:
             self._calls[function, code, reason] += 1
 
     @property
     def choices(self) -> tuple[Choice, ...]:
         """Rows, in the order of the first call."""
-        with self._lock:
+        with _COUNTING:
             calls = list(self._calls.items())
         return tuple(
             Choice("whole" if hasattr(WholeTier, name) else "block", name, code, reason, count)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import linattn
+from linattn import diagnostics, kernels
 from linattn.feature_maps import (
     HyperbolicFeatures,
     PositiveFeatures,
@@ -176,3 +177,89 @@ def test_states_of_every_library_are_saved(xp, tmp_path):
     np.testing.assert_array_equal(xp.numpy(restored.kvz), xp.numpy(state.kvz))
     np.testing.assert_array_equal(xp.numpy(restored.log_scale), xp.numpy(state.log_scale))
     assert restored.length == state.length
+
+
+# Every other object that a public call returns ----------------------------------------------------
+
+
+def public_objects() -> dict[str, Any]:
+    """Return one object of each public class that users get or make, but for maps."""
+    rows = np.random.default_rng(0).standard_normal((40, DIM))
+    query, key, value = tokens()
+    _, report = linattn.attention(rows, rows, rows, return_report=True)
+    with linattn.explain() as explanation:
+        out, state = linattn.linear_attention(
+            query, key, value, PHI, is_causal=True, return_state=True
+        )
+    decoder = linattn.Decoder(PHI, state)
+    decoder.step(query[..., 0, :], key[..., 0, :], value[..., 0, :])
+    coreset = linattn.CoresetAttention(8, block_size=4, rng=0)
+    coreset.extend(rows, rows, rows)
+    cache = linattn.layers.AttentionState(state, 12)
+    whole = linattn.linear_attention(query, key, value, PHI, return_state=True)[1]
+    return {
+        "AttentionReport": report,
+        "CoresetAttention": coreset,
+        "Decoder": decoder,
+        "Explanation": explanation,
+        "State": state,
+        "StateFileError": linattn.StateFileError("message"),
+        "Transport": kernels.sinkhorn(rows, rows + 1, reg=9.0),
+        "kernel_density": kernels.kernel_density(rows),
+        "AttendedNorms": diagnostics.attended_norms(query, key),
+        "Denominators": diagnostics.denominators(query, key, PHI),
+        "HeldOutError": diagnostics.held_out_error(
+            out, query=query, key=key, value=value, is_causal=True
+        ),
+        "OutputError": diagnostics.output_error(query, whole, PHI),
+        "Recommendation": diagnostics.recommend_num_features(query, key, PHI, tolerance=1.0),
+        "RelativeVariance": diagnostics.relative_variance(query, key, PHI),
+        "KernelSums": linattn.reference.kernel_sums(query, key, value, PHI.kernel),
+        "Alibi": linattn.layers.Alibi(),
+        "AttentionState": cache,
+        "AutomaticAttention": linattn.layers.AutomaticAttention(),
+        "BoundedAttention": linattn.layers.BoundedAttention(),
+        "DecoderState": linattn.layers.DecoderState((), 0),
+        "LandmarkAttention": linattn.layers.LandmarkAttention(16),
+        "LayerState": linattn.layers.LayerState(cache, None),
+        "LinearAttention": linattn.layers.LinearAttention(PHI),
+        "Rotary": linattn.layers.Rotary(),
+        "Scope": linattn.layers.Scope(True, None, (), None),
+        "SoftmaxAttention": linattn.layers.SoftmaxAttention(),
+    }
+
+
+def content(thing: Any) -> Any:
+    """Everything that an object consists of, as nested lists; modules and locks are not data."""
+    if isinstance(thing, np.ndarray | np.generic):
+        return thing.tolist()
+    if isinstance(thing, list | tuple):
+        return [type(thing).__name__, *map(content, thing)]
+    if isinstance(thing, dict):
+        return [[str(name), content(value)] for name, value in thing.items()]
+    kept = thing.__getstate__() if hasattr(thing, "__dict__") else None
+    return [type(thing).__name__, content(kept)] if kept else repr(thing)
+
+
+PUBLIC = {
+    name
+    for module in (linattn, kernels, diagnostics, linattn.layers, linattn.reference)
+    for name in module.__all__
+    if isinstance(getattr(module, name), type)
+}
+"""Public classes; `layers.Attention` is abstract."""
+
+
+@every_copy
+def test_copies_of_every_object_are_equal(clone):
+    objects = public_objects()
+    assert objects.keys() == PUBLIC - {"Attention"}
+    for name, thing in objects.items():
+        twin = clone(thing)
+        assert type(twin) is type(thing), name
+        assert repr(content(twin)) == repr(content(thing)), name
+    density = objects["kernel_density"]
+    twin = clone(density)
+    np.testing.assert_array_equal(twin(density.dataset), density(density.dataset))
+    twin.set_bandwidth(0.1)
+    assert density.factor != 0.1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import tracemalloc
 import warnings
 from typing import Any
@@ -253,6 +255,53 @@ def test_integrals_are_means_over_draws():
         assert abs(np.mean(values) - integral) < FIVE * np.std(values) / np.sqrt(len(values))
 
 
+def degenerate(kind, offset):
+    """Rows whose covariance has the rank that is returned."""
+    z, other = np.random.default_rng(0).standard_normal((2, 60))
+    one = np.full(60, 0.3)
+    return {
+        "constant": (np.stack([one, 2 * one], axis=1) + offset, 0),
+        "one constant": (np.stack([z, one], axis=1) + offset, 1),
+        "collinear": (np.stack([z + offset, 2.1 * (z + offset) + 0.3], axis=1), 1),
+        "nearly collinear": (np.stack([z, z + 1e-8 * other], axis=1) + offset, 1),
+        "a sum": (np.stack([z + offset, other - offset, z + other], axis=1), 2),
+        "few rows": (np.random.default_rng(0).standard_normal((3, 4)) + offset, 2),
+        "nan": (np.stack([z, np.where(z > 1, np.nan, z)], axis=1), 0),
+    }[kind]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize(
+    "kind",
+    ["constant", "one constant", "collinear", "nearly collinear", "a sum", "few rows", "nan"],
+)
+def test_data_of_too_small_a_rank_have_no_density(kind, offset, dtype):
+    rows, rank = degenerate(kind, offset)
+    said = rf"dataset must .* vary in {rows.shape[1]} .* rank {rank} to within rounding; leave out"
+    with pytest.raises(np.linalg.LinAlgError, match=said):
+        kernel_density(rows.astype(dtype), weights=np.linspace(1, 2, len(rows)))
+
+
+def test_small_ranks_are_found_on_every_library(xp):
+    for kind in ("one constant", "collinear"):
+        with pytest.raises(np.linalg.LinAlgError, match="rank 1 to within rounding"):
+            kernel_density(xp.array(degenerate(kind, 100.0)[0], "float32"), 0.5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("near", [1.0, 1e-3])
+def test_data_of_full_rank_have_one(offset, scale, near):
+    z = np.random.default_rng(1).standard_normal((60, 2))
+    z[:, 1] = z[:, 0] + near * z[:, 1]
+    wanted = gaussian_kde(z.T, 0.5).logpdf(z[:9].T) - np.log(scale) - np.log(7)
+    rows = (z + offset) * [scale, 7.0]
+    # The rounding of the data, in the deviation of the narrow direction.
+    tolerance = 1e-13 * max(1, offset) / near**2 + 1e-10
+    assert_allclose(kernel_density(rows, 0.5).logpdf(rows[:9]), wanted, atol=tolerance)
+
+
 # Regression ---------------------------------------------------------------------------------------
 
 
@@ -372,6 +421,31 @@ def test_batches_of_transport_are_one_by_one():
         assert_allclose(plans.cost()[i], plan.cost(), rtol=1e-11)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reg", [1.0, 1e-2])
+def test_transport_of_a_cloud_to_itself_takes_few_updates(reg, weighted):
+    x = np.random.default_rng(0).standard_normal((30, 2))
+    a = np.arange(1.0, 31.0) if weighted else np.ones(30)
+    plan = sinkhorn(x, x.copy(), reg=reg, a=a, b=a if weighted else None)
+    assert plan.num_iterations <= 30  # alternating updates: more than 1,000
+    a, square = a / np.sum(a), -2 * log_kernel(x, x, 1.0)
+    dense = a[:, None] * a * np.exp((plan.f[:, None] + plan.g - square) / reg)
+    assert_allclose(np.sum(dense, axis=0), a, atol=1e-9)
+    assert_allclose(plan.apply(np.eye(30)), dense, atol=1e-12)
+    assert_allclose(dense, dense.T, atol=1e-9)
+
+
+def test_transport_broadcasts_and_masses_of_0_have_means():
+    x, y, _, _ = problem(9, d=2)
+    a = np.stack([np.ones(17), np.arange(17.0)])
+    plans = sinkhorn(x, y, reg=9.0, a=a)
+    single = sinkhorn(x, y, reg=9.0, a=a[1])
+    assert_allclose(plans.barycentric(y)[1], single.barycentric(y), rtol=1e-8)
+    log = single.g / 9.0 - np.sum((x[0] - y) ** 2, axis=1) / 9.0
+    weight = np.exp(log - np.max(log))
+    assert_allclose(single.barycentric(y)[0], weight @ y / np.sum(weight), rtol=1e-9)
+
+
 # Mean shift and discrepancies ---------------------------------------------------------------------
 
 
@@ -397,6 +471,14 @@ def test_mean_shift_stops_at_the_modes():
     assert np.max(np.abs(again - modes)) < 1e-5
     early = mean_shift(data, data, bandwidth=1.5, tolerance=0.5)
     assert np.max(np.abs(early - modes)) > 0.01
+
+
+def test_mean_shift_says_where_it_stopped_too_early():
+    x, y, _, _ = problem(10, d=2)
+    with pytest.warns(RuntimeWarning, match=r"mean_shift stopped after 2 steps .* max_iterations"):
+        early = mean_shift(x, y, bandwidth=0.8, max_iterations=2)
+    fixed = mean_shift(x, y, bandwidth=0.8, max_iterations=2, tolerance=None)
+    assert_array_equal(fixed, early)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -495,6 +577,199 @@ def test_jax_without_float64_stays_in_float32():
     assert_allclose(found, dense_log_sum(x, y, 0.1, w), rtol=1e-5)
 
 
+@pytest.mark.frameworks
+def test_traced_values_without_a_result_are_nan():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    x = jax.numpy.asarray(problem(13)[0])
+    calls = {
+        "one constant": lambda z: kernel_density(z * jax.numpy.asarray([1, 1, 0]) + 0.3).pdf(z),
+        "weights": lambda z: local_regression(z, z, z, bandwidth=1.0, weights=0 * z[:, 0]),
+    }
+    for name, call in calls.items():
+        assert_array_equal(jax.jit(call)(x), np.nan, err_msg=name)
+    with pytest.raises(np.linalg.LinAlgError, match="rank 2"):
+        kernel_density(x * jax.numpy.asarray([1, 1, 0]))
+
+
+@pytest.mark.frameworks
+def test_integers_of_torch_are_not_rounded_to_its_default_dtype():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    times = 1_700_000_000 + torch.arange(6)[:, None]
+    found = log_sum_exp(times, times, bandwidth=2.0)
+    assert found.dtype == torch.float32
+    expected = dense_log_sum(times.numpy(), times.numpy(), 2.0, np.ones(6))
+    assert_allclose(found.numpy(), expected, rtol=1e-6)
+    assert kernel_density(times).logpdf(times).dtype == torch.float32
+
+
+# Integers, empty arrays and mistakes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int64", "bool"])
+def test_integers_and_booleans_count_as_numbers(xp_any_shape, kind):
+    xp = xp_any_shape
+    rng = np.random.default_rng(0)
+    x, y, points = (rng.integers(0, 5 if kind == "int64" else 2, (n, 2)) for n in (8, 9, 7))
+    exact = [xp.array(a.astype(kind), kind) for a in (x, y, points)]
+    floats = [xp.array(a.astype(float)) for a in (x, y, points)]
+    w = np.arange(1, 10)
+    calls = {
+        "log": lambda x, y, p: log_sum_exp(x, y, bandwidth=1, weights=w),
+        "shift": lambda x, y, p: mean_shift(p, y, bandwidth=1, tolerance=None, max_iterations=2),
+        "mmd": lambda x, y, p: mmd(x, y, bandwidth=1, unbiased=True),
+        "line": lambda x, y, p: local_regression(p, y, y, bandwidth=1),
+        "plan": lambda x, y, p: sinkhorn(x, y, reg=1, tolerance=None, max_iterations=3).apply(y),
+        "density": lambda x, y, p: kernel_density(y, weights=w)(p),
+    }
+    for name, call in calls.items():
+        wanted = xp.numpy(call(*floats))
+        assert_allclose(xp.numpy(call(*exact)), wanted, rtol=1e-6, err_msg=name)
+        mixed = call(exact[0], floats[1], floats[2]) if name != "plan" else call(*exact)
+        assert_allclose(xp.numpy(mixed), wanted, rtol=1e-6, err_msg=name)
+
+
+ROWS = np.random.default_rng(0).standard_normal((6, 2))
+PLAN, DENSITY = sinkhorn(ROWS, ROWS + 1, reg=4.0), kernel_density(ROWS)
+ONES: Any = np.ones(6)
+MASK = np.ones(6, dtype=bool)
+CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "log_sum_exp": (log_sum_exp, {"query": ROWS, "key": ROWS, "bandwidth": 1.0, "weights": ONES}),
+    "scaled": (log_sum_exp, {"query": ROWS, "key": ROWS, "scale": 1.0, "key_mask": MASK}),
+    "mean_shift": (
+        mean_shift,
+        {
+            "points": ROWS,
+            "data": ROWS,
+            "bandwidth": 1.0,
+            "weights": ONES,
+            "key_mask": MASK,
+            "max_iterations": 99,
+            "tolerance": 1e-2,
+        },
+    ),
+    "mmd": (
+        mmd,
+        {
+            "x": ROWS,
+            "y": ROWS,
+            "bandwidth": 1.0,
+            "x_weights": ONES,
+            "y_weights": ONES,
+            "unbiased": True,
+        },
+    ),
+    "sinkhorn": (sinkhorn, {"x": ROWS, "y": ROWS, "reg": 1.0, "a": ONES, "b": ONES}),
+    "local_regression": (
+        local_regression,
+        {
+            "query": ROWS,
+            "x": ROWS,
+            "y": ROWS,
+            "bandwidth": 1.0,
+            "degree": 1,
+            "weights": ONES,
+            "key_mask": MASK,
+            "ridge": 1.0,
+        },
+    ),
+    "kernel_density": (kernel_density, {"dataset": ROWS, "weights": ONES, "layout": "rows"}),
+    "logpdf": (DENSITY.logpdf, {"x": ROWS}),
+    "evaluate": (DENSITY.evaluate, {"points": ROWS}),
+    "integrate_gaussian": (DENSITY.integrate_gaussian, {"mean": ROWS[0], "cov": np.eye(2)}),
+    "integrate_kde": (DENSITY.integrate_kde, {"other": DENSITY}),
+    "resample": (DENSITY.resample, {"size": 3, "rng": 0}),
+    "apply": (PLAN.apply, {"values": ROWS}),
+    "apply_transpose": (PLAN.apply_transpose, {"values": ROWS}),
+    "barycentric": (PLAN.barycentric, {"values": ROWS}),
+}
+MISTAKES: dict[str, Any] = {
+    "text": "a",
+    "negative": -1,
+    "nan": np.nan,
+    "flag": True,
+    "object": object(),
+    "texts": ["a", "b"],
+    "complex": ROWS.astype(complex),
+    "dates": np.ones((6, 2), "M8[s]"),
+    "masked": np.ma.masked_array(ONES, ONES > 0),
+    "short": ONES[:5],
+    "few": ROWS[:5],
+    "wide": np.ones((6, 3)),
+    "axes": np.ones((3, 6, 2)),
+    "weightless": 0 * ONES,
+    "not finite": np.full((6, 2), np.inf),
+    "empty": ROWS[:0],
+    "no coordinate": ROWS[:, :0],
+}
+OF_THE_CORE = {"query", "key", "value", "key_bias", "feature_map", "points", "is_causal"}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mistake_is_named_by_the_argument_of_the_caller(name):
+    function, good = CALLS[name]
+    function(**good)
+    foreign = OF_THE_CORE - set(inspect.signature(function).parameters)
+    for argument in good:
+        for mistake, wrong in MISTAKES.items():
+            try:
+                with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                    function(**{**good, argument: wrong})
+            except (TypeError, ValueError) as error:
+                said = str(error).partition(";")[0]
+                words = set(re.findall(r"\w+", said))
+                assert argument in words, (argument, mistake, said)
+                assert not foreign & words, (argument, mistake, said)
+
+
+NONE: Any = np.ones((0, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: mmd(ROWS[:1], ROWS, bandwidth=1.0, unbiased=True), "x must have at least 2 rows"),
+        (lambda: mmd(ROWS, ROWS[:1], bandwidth=1.0, unbiased=True), "y must have at least 2 rows"),
+        (lambda: mmd(NONE, ROWS, bandwidth=1.0), "x must have at least 1 rows"),
+        (lambda: mmd(ROWS, NONE, bandwidth=1.0), "y must have at least 1 rows"),
+        (
+            lambda: mmd(ROWS, ROWS, bandwidth=1.0, unbiased=True, y_weights=np.eye(6)[0]),
+            "y must have at least 2 rows that count .y_weights",
+        ),
+        (
+            lambda: mmd(ROWS, ROWS, bandwidth=1.0, unbiased=True, x_weights=[1] + [1e-20] * 5),
+            "x must have at least 2 rows",
+        ),
+        (lambda: mmd(ROWS, ROWS, bandwidth=1.0, x_weights=0 * ONES), "x must .*x_weights"),
+        (lambda: sinkhorn(ROWS, ROWS, reg=1.0, a=0 * ONES), r"x must .* that count \(a positive"),
+        (lambda: sinkhorn(ROWS, ROWS, reg=1.0, b=0 * ONES), r"y must .* that count \(b positive"),
+        (lambda: sinkhorn(NONE, ROWS, reg=1.0), "x must have at least 1 rows"),
+        (lambda: sinkhorn(ROWS, NONE, reg=1.0), "y must have at least 1 rows"),
+        (lambda: sinkhorn(ROWS, np.nan * ROWS, reg=1.0), "x and y must be finite"),
+        (lambda: mean_shift(ROWS, NONE, bandwidth=1.0), "data must have at least 1 rows"),
+        (lambda: mean_shift(ROWS, ROWS, bandwidth=1.0, key_mask=~MASK), "data must have at"),
+        (lambda: local_regression(ROWS, NONE, NONE, bandwidth=1.0), "x must have at least 1 rows"),
+        (lambda: kernel_density(NONE), "dataset must have at least 2 rows"),
+        (lambda: kernel_density(ROWS, weights=np.eye(6)[0]), "dataset must have at least 2 rows"),
+        (lambda: kernel_density(ROWS, weights=np.ones((2, 6))), r"weights must have shape \(6,\)"),
+        (lambda: DENSITY.integrate_gaussian([0, 0], -np.eye(2)), "cov must be positive semi-def"),
+    ],
+)
+def test_sums_over_nothing_are_errors(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
+
+
+@pytest.mark.parametrize("lead", [(), (0,)])
+def test_sums_for_nothing_are_empty(lead):
+    none, rows = np.ones((*lead, 0, 2)), np.ones((*lead, 6, 2))
+    assert mean_shift(none, rows, bandwidth=1.0).shape == none.shape
+    assert local_regression(none, rows, rows, bandwidth=1.0).shape == none.shape
+    assert log_sum_exp(none, rows, bandwidth=1.0).shape == none.shape[:-1]
+    if lead:
+        assert mmd(rows, rows, bandwidth=1.0, unbiased=True).shape == lead
+        assert sinkhorn(rows, rows, reg=1.0).apply(rows).shape == rows.shape
+
+
 # Errors -------------------------------------------------------------------------------------------
 
 
@@ -540,7 +815,7 @@ WRONG: Any = 1
         (lambda: kernel_density(X[:1]), ValueError, "dataset must have at least 2 rows"),
         (lambda: kernel_density(X, "best"), ValueError, "bw_method must be 'scott'"),
         (lambda: kernel_density(X, layout=WRONG), ValueError, "layout must be 'rows' or 'scipy'"),
-        (lambda: kernel_density(np.eye(3)).pdf(X), ValueError, "x must have 3 coordinates"),
+        (lambda: kernel_density(np.eye(4)[:, :3]).pdf(X), ValueError, "x must have 3 coordinates"),
         (
             lambda: kernel_density(np.eye(3)[:, :2]).integrate_gaussian([0.0], 1.0),
             ValueError,

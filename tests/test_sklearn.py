@@ -343,6 +343,21 @@ def test_densities_of_eight_coordinates_are_right():
     assert_allclose(found, brute_force_density(queries, X, 0.3, np.ones(1000)), rtol=1e-12)
 
 
+@pytest.mark.parametrize("bandwidth", ["scott", "silverman", "loo"])
+def test_rows_without_weight_do_not_widen_a_density(bandwidth):
+    X, _, _, queries = problem(14, d=2)
+    weight = np.arange(60) % 3 == 0
+    ours = KernelDensity(bandwidth).fit(X, sample_weight=weight)
+    expected = KernelDensity(bandwidth).fit(X[weight])
+    assert ours.bandwidth_ == expected.bandwidth_
+    assert_allclose(ours.score_samples(queries), expected.score_samples(queries), rtol=1e-12)
+
+
+def test_equal_rows_have_no_likeliest_bandwidth():
+    with pytest.raises(ValueError, match=r"bandwidth='loo' must have rows that differ.*a number"):
+        KernelDensity("loo").fit(np.full((5, 2), 0.1))
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("scale", [1e-3, 1e6])
 def test_leave_one_out_of_densities_is_that_of_one_fit_a_row(weighted, scale):
@@ -515,6 +530,8 @@ def test_wrong_rows():
         KernelRegressor().fit(X, y, -weight)
     with pytest.raises(ValueError, match=r"[Ww]eight"):
         KernelRegressor().fit(X, y, 0 * weight)
+    with pytest.raises(ValueError, match=r"sample_weight must .* finite sum"):
+        KernelRegressor().fit(X, y, 0 * weight + 1e308)
     with pytest.raises(ValueError, match=r"at least 2 rows .* got n_samples = 1; give a number"):
         KernelRegressor().fit(X[:1], y[:1])
     with pytest.raises(AttributeError, match="no bandwidth was tried: bandwidth=1 was given"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,12 @@ __all__ = [
     "log_weights",
     "matching",
     "persisted",
+    "positive_bandwidth",
     "with_mean_zero",
 ]
+
+LEAST_REST = 1e-8
+"""By what an effective number of rows must exceed one row less: half of the digits are right."""
 
 LANES = 8
 """How many partial sums a BLAS may use for one inner product."""
@@ -32,17 +37,32 @@ def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
     """Check arrays of points; return them in the computing dtype, and the dtype of the result.
 
     The computing dtype is float64, or float32 if the device has no float64 (JAX by default).
+    Integers and booleans count as numbers; the result then has the floating dtype of the others, or
+    the default one of the library.
     """
-    xp, arrays = _checks.check_arrays(**named)
-    dtype = arrays[0].dtype
+    given = list(named.values())
+    like = [a for a in given if array_api_compat.is_array_api_obj(a) and not _arrays.is_exact(a)]
+    xp, arrays = _checks.check_arrays(**{n: _floating(a, like) for n, a in named.items()})
     wide = xp.float64 if _arrays.has_float64(arrays[0]) else xp.float32
-    shapes = {name: array.shape for name, array in zip(named, arrays, strict=True)}
-    (first, (*_, d)), *rest = shapes.items()
-    for name, shape in rest[:1]:
-        if shape[-1] != d:
-            message = f"{name} must have the {d} coordinates of {first}, got shape {tuple(shape)}"
-            raise ValueError(message)
-    return xp, [xp.astype(array, wide, copy=False) for array in arrays], dtype
+    shapes = {name: tuple(array.shape) for name, array in zip(named, arrays, strict=True)}
+    (first, (*_, d)), (name, shape), *_ = (*shapes.items(), *shapes.items())
+    if shape[-1] != d:
+        message = f"{name} must have the {d} coordinates of {first}, got shape {shape}"
+        raise ValueError(message)
+    _checks.check_leading_axes(**{name: shape[:-2] for name, shape in shapes.items()})
+    # Integers themselves, which a narrow floating dtype would round.
+    sources = [a if _arrays.is_exact(a) else b for a, b in zip(given, arrays, strict=True)]
+    return xp, [xp.astype(array, wide, copy=False) for array in sources], arrays[0].dtype
+
+
+def _floating(array: Any, like: list[Array]) -> Any:
+    """Return integers in the dtype of the first array of their library, or in its default."""
+    if not _arrays.is_exact(array):
+        return array
+    xp = _arrays.namespace(array)
+    info, device = xp.__array_namespace_info__(), array_api_compat.device(array)
+    default = info.default_dtypes(device=device)["real floating"]
+    return xp.astype(array, next((x.dtype for x in like if _arrays.namespace(x) is xp), default))
 
 
 def joined(parts: list[Array]) -> Array:
@@ -56,42 +76,57 @@ def persisted(array: Any) -> Array:
     return array.persist() if hasattr(array, "persist") else array
 
 
-def matching(name: str, array: Any, points: Array) -> Array:
+def matching(name: str, array: Any, of: str, points: Array) -> Array:
     """Return numbers, perhaps Python's, in the library, dtype and device of the points."""
     xp = _arrays.namespace(points)
-    if isinstance(array, float | int | list | tuple | np.ndarray | np.generic):
-        host, device = np.asarray(array, dtype=np.float64), array_api_compat.device(points)
-        return _arrays.device_array(host, xp, points.dtype, device)
-    _checks.check_together("points", points, name, array)
-    return xp.astype(array, points.dtype, copy=False)
+    if isinstance(array, np.ndarray) and array.ndim:
+        array = _checks.check_array(name, array)
+    if array_api_compat.is_array_api_obj(array) and not array_api_compat.is_numpy_array(array):
+        _checks.check_together(of, points, name, array)
+        return xp.astype(array, points.dtype, copy=False)
+    try:
+        host = np.asarray(array).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError, OverflowError):
+        message = f"{name} must be real numbers or an array of them, got {reprlib.repr(array)}"
+        raise TypeError(message) from None
+    return _arrays.device_array(host, xp, points.dtype, array_api_compat.device(points))
 
 
 def log_weights(
-    name: str, weights: Any, points: Array, key_mask: Array | None = None, *, total_one: bool
+    name: str, weights: Any, of: str, points: Array, key_mask: Array | None = None, *, rows: int = 0
 ) -> Array:
-    """Return log weights of points, ``(..., n)``: -inf where the weight is 0 or the mask False."""
+    """Return log weights of points, ``(..., n)``: -inf where the weight is 0 or the mask False.
+
+    With ``rows`` they have sum 1, and fewer rows that count are an error.
+    """
     xp = _arrays.namespace(points)
     if weights is None:
         weights = xp.ones_like(points[..., 0])
     else:
-        weights = matching(name, weights, points)
-        if weights.ndim == 0 or weights.shape[-1] != points.shape[-2]:
-            message = (
-                f"{name} must have one number for each of {points.shape[-2]} points, got shape "
-                f"{tuple(weights.shape)}"
-            )
+        weights = matching(name, weights, of, points)
+        if tuple(weights.shape[-1:]) != (points.shape[-2],):
+            came = f"{tuple(weights.shape)} for {tuple(points.shape)}"
+            message = f"{name} must have one number for each row of {of}, got shape {came}"
             raise ValueError(message)
-        if not _arrays.is_lazy(weights) and not bool(xp.all((weights >= 0) & (weights < xp.inf))):
+        axes = {of: tuple(points.shape[:-2]), name: tuple(weights.shape[:-1])}
+        weights = xp.broadcast_to(weights, (*_checks.check_leading_axes(**axes), points.shape[-2]))
+        if _arrays.inspected((weights >= 0) & (weights < xp.inf)) is False:
             message = f"{name} must be finite and not negative, got others; mend them first"
             raise ValueError(message)
     if key_mask is not None:
-        mask = _checks.check_key_mask(key_mask, points, xp, query_len=None)[..., 0]
-        weights = xp.where(mask, weights, xp.zeros_like(weights))
-    if total_one:
+        mask = _checks.check_key_mask(key_mask, points, xp, query_len=None, of=of)
+        weights = xp.where(mask[..., 0], weights, xp.zeros_like(weights))
+    if rows:
         weights = weights / xp.sum(weights, axis=-1, keepdims=True)
-    there = weights > 0
-    logs = xp.log(xp.where(there, weights, xp.ones_like(weights)))
-    return xp.where(there, logs, xp.full_like(logs, -float("inf")))
+        # NaN where nothing counts, and in the result of arrays that cannot be inspected.
+        count = xp.sum(weights, axis=-1) / xp.sum(weights * weights, axis=-1)
+        if points.shape[-2] < rows or _arrays.inspected(count > rows - 1 + LEAST_REST) is False:
+            wanted = f"{of} must have at least {rows} rows that count"
+            message = f"{wanted} ({name} positive, of finite sum), got {tuple(points.shape)}"
+            raise ValueError(message)
+    nothing = weights <= 0
+    logs = xp.log(xp.where(nothing, xp.ones_like(weights), weights))
+    return xp.where(nothing, xp.full_like(logs, -float("inf")), logs)
 
 
 def with_mean_zero(points: Array, log_weight: Array) -> tuple[Array, Array]:
@@ -105,19 +140,16 @@ def with_mean_zero(points: Array, log_weight: Array) -> tuple[Array, Array]:
     return xp.where(there, points - centre, xp.zeros_like(points)), centre
 
 
-def _positive(bandwidth: Any, points: Array) -> Array:
+def positive_bandwidth(bandwidth: Any, of: str, points: Array) -> Array:
     """Check a bandwidth: one number, or one for each coordinate."""
     if isinstance(bandwidth, float | int | np.floating | np.integer):
         _checks.check_finite_number("bandwidth", bandwidth, positive=True)
-    h = matching("bandwidth", bandwidth, points)
+    h = matching("bandwidth", bandwidth, of, points)
     if h.ndim > 1 or (h.ndim == 1 and h.shape[0] not in (1, points.shape[-1])):
-        message = (
-            f"bandwidth must be a number or one for each of {points.shape[-1]} coordinates, got "
-            f"shape {tuple(h.shape)}"
-        )
+        wanted = f"a number or one for each of {points.shape[-1]} coordinates"
+        message = f"bandwidth must be {wanted}, got shape {tuple(h.shape)}"
         raise ValueError(message)
-    xp = _arrays.namespace(points)
-    if not _arrays.is_lazy(h) and not bool(xp.all((h > 0) & (h < xp.inf))):
+    if _arrays.inspected((h > 0) & (h < float("inf"))) is False:
         message = "bandwidth must be positive and finite, got other numbers"
         raise ValueError(message)
     return h
@@ -145,9 +177,9 @@ class Gaussian:
     log_weight: Array
 
     @classmethod
-    def of(cls, key: Array, bandwidth: Any, log_weight: Array) -> Gaussian:
-        """Prepare keys."""
-        h = _positive(bandwidth, key)
+    def of(cls, name: str, key: Array, bandwidth: Any, log_weight: Array) -> Gaussian:
+        """Prepare keys; errors call them by this name."""
+        h = positive_bandwidth(bandwidth, name, key)
         centred, centre = with_mean_zero(key, log_weight)
         return cls(centre, h, _clipped(centred / h), log_weight)
 
@@ -164,7 +196,7 @@ class Gaussian:
         """
         if value is None:
             value = self.coordinates[..., :1] * 0
-        return softmax_attention(
+        means, logs = softmax_attention(
             _factors(coordinates, is_key=False),
             _factors(self.coordinates, is_key=True),
             value,
@@ -172,6 +204,8 @@ class Gaussian:
             key_bias=self.log_weight if bias is None else self.log_weight + bias,
             return_log_normalizer=True,
         )
+        # NaN, not 0, where nothing counts.
+        return means + 0 * logs[..., None], logs
 
 
 def _clipped(u: Array) -> Array:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from linattn import _arrays, _checks
 from linattn.kernels._gaussian import Gaussian, check_points, joined, log_weights
@@ -45,7 +46,7 @@ def local_regression(
     Parameters
     ----------
     query : array, (..., N, d)
-        Floating, of any array-API library.
+        Of any array-API library. Integers and booleans count as numbers.
     x : array, (..., n, d)
         Same library, dtype and device.
     y : array, (..., n, k)
@@ -67,7 +68,8 @@ def local_regression(
     Raises
     ------
     TypeError, ValueError
-        As :func:`log_sum_exp`; a degree that is neither 0 nor 1, a ridge that is not positive.
+        As :func:`log_sum_exp`; a degree that is neither 0 nor 1, a ridge that is not positive; no
+        row counts.
 
     Notes
     -----
@@ -94,16 +96,13 @@ def local_regression(
     (array([[1.]]), array([[1.23]]))
     """
     xp, (query, x, y), dtype = check_points(query=query, x=x, y=y)
-    if degree not in (0, 1) or isinstance(degree, bool):
-        message = f"degree must be 0 or 1, got {degree!r}"
-        raise ValueError(message)
+    degree = _checks.check_positive_int("degree", degree, least=0, most=1)
     ridge = _checks.check_finite_number("ridge", ridge, positive=True)
     if y.shape[-2] != x.shape[-2]:
         message = f"y must have the {x.shape[-2]} rows of x, got shape {tuple(y.shape)}"
         raise ValueError(message)
-    kernel = Gaussian.of(
-        x, bandwidth, log_weights("weights", weights, x, key_mask, total_one=False)
-    )
+    log_weight = log_weights("weights", weights, "x", x, key_mask, rows=1)
+    kernel = Gaussian.of("x", x, bandwidth, log_weight)
     at = kernel.of_query(query)
     if degree == 0:
         means, _ = kernel.read(at, y)
@@ -121,7 +120,7 @@ def moments(u: Array, y: Array) -> Array:
     xp, d = _arrays.namespace(u), u.shape[-1]
     squares = [u * u[..., i : i + 1] for i in range(d)]
     products = [y * u[..., i : i + 1] for i in range(d)]
-    lead = max((u.shape[:-1], y.shape[:-1]), key=len)
+    lead = np.broadcast_shapes(u.shape[:-1], y.shape[:-1])
     parts = [y, u, *squares, *products]
     return joined([xp.broadcast_to(c, (*lead, c.shape[-1])) for c in parts])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from linattn import _arrays, _checks
@@ -34,7 +35,7 @@ def log_sum_exp(
     Parameters
     ----------
     query : array, (..., N, d)
-        Floating, of any array-API library.
+        Of any array-API library. Integers and booleans count as numbers.
     key : array, (..., n, d)
         Same library, dtype and device.
     scale : float, optional
@@ -54,7 +55,7 @@ def log_sum_exp(
     Raises
     ------
     TypeError, ValueError
-        Not floating arrays of one library, dtype and device; both or neither of `scale` and
+        Not numbers of one library, floating dtype and device; both or neither of `scale` and
         `bandwidth`, or one that is not positive (bandwidth) or finite; weights that are negative or
         of another length.
 
@@ -77,11 +78,12 @@ def log_sum_exp(
     if (scale is None) == (bandwidth is None):
         message = f"give scale or bandwidth, one of them, got {scale} and {bandwidth}"
         raise ValueError(message)
-    log_weight = log_weights("weights", weights, key, key_mask, total_one=False)
+    log_weight = log_weights("weights", weights, "key", key, key_mask)
     if scale is None:
-        kernel = Gaussian.of(key, bandwidth, log_weight)
+        kernel = Gaussian.of("key", key, bandwidth, log_weight)
         _, logs = kernel.read(kernel.of_query(query))
     else:
+        key = xp.broadcast_to(key, (*log_weight.shape, key.shape[-1]))
         _, logs = softmax_attention(
             query, key, key[..., :1], scale=scale, key_bias=log_weight, return_log_normalizer=True
         )
@@ -132,7 +134,12 @@ def mean_shift(
     Raises
     ------
     TypeError, ValueError
-        As :func:`log_sum_exp`; counts or tolerances out of range.
+        As :func:`log_sum_exp`; counts or tolerances out of range; no row of data counts.
+
+    Warns
+    -----
+    RuntimeWarning
+        Where points still move by more than the tolerance after `max_iterations` steps.
 
     Notes
     -----
@@ -154,14 +161,19 @@ def mean_shift(
     """
     xp, (points, data), dtype = check_points(points=points, data=data)
     steps = _checks.check_positive_int("max_iterations", max_iterations)
-    log_weight = log_weights("weights", weights, data, key_mask, total_one=False)
-    kernel = Gaussian.of(data, bandwidth, log_weight)
     least = None if tolerance is None else _checks.check_finite_number("tolerance", tolerance)
+    log_weight = log_weights("weights", weights, "data", data, key_mask, rows=1)
+    kernel = Gaussian.of("data", data, bandwidth, log_weight)
     at = kernel.of_query(points)
     for _ in range(steps):
         before, at = at, persisted(kernel.read(at, kernel.coordinates)[0])
-        if least is not None and float(xp.max(xp.abs(at - before))) <= least:
+        if least is not None and not bool(xp.any(xp.abs(at - before) > least)):
             break
+    else:
+        if least is not None:
+            stopped = f"mean_shift stopped after {steps} steps with points that move by more than"
+            message = f"{stopped} {least:.1e} bandwidths; raise max_iterations or tolerance"
+            warnings.warn(message, RuntimeWarning, stacklevel=_arrays.caller_level())
     return xp.astype(at * kernel.bandwidth + kernel.centre, dtype, copy=False)
 
 
@@ -206,7 +218,7 @@ def mmd(
     Raises
     ------
     TypeError, ValueError
-        As :func:`log_sum_exp`.
+        As :func:`log_sum_exp`; a sample has no row of positive weight, or only one if `unbiased`.
 
     Notes
     -----
@@ -228,20 +240,19 @@ def mmd(
     """
     xp, (x, y), dtype = check_points(x=x, y=y)
     unbiased = _checks.check_flag("unbiased", unbiased)
-    logs = {
-        "x": log_weights("x_weights", x_weights, x, total_one=True),
-        "y": log_weights("y_weights", y_weights, y, total_one=True),
-    }
-    kernels = {"x": Gaussian.of(x, bandwidth, logs["x"]), "y": Gaussian.of(y, bandwidth, logs["y"])}
+    sides = {}
+    for side, points, weights in (("x", x, x_weights), ("y", y, y_weights)):
+        log = log_weights(f"{side}_weights", weights, side, points, rows=1 + unbiased)
+        sides[side] = points, Gaussian.of(side, points, bandwidth, log)
 
-    def mean(points: Array, side: str, key: str) -> Array:
-        kernel = kernels[key]
+    def mean(side: str, key: str) -> Array:
+        (points, first), (_, kernel) = sides[side], sides[key]
         _, log_sum = kernel.read(kernel.of_query(points))
-        total = xp.sum(xp.exp(logs[side] + log_sum), axis=-1)
+        total = xp.sum(xp.exp(first.log_weight + log_sum), axis=-1)
         if side == key and unbiased:
-            same = xp.sum(xp.exp(2 * logs[side]), axis=-1)
+            same = xp.sum(xp.exp(2 * first.log_weight), axis=-1)
             total = (total - same) / (1 - same)
         return total
 
-    result = mean(x, "x", "x") + mean(y, "y", "y") - 2 * mean(x, "x", "y")
+    result = mean("x", "x") + mean("y", "y") - 2 * mean("x", "y")
     return xp.astype(result, dtype, copy=False)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from linattn import functional, state
 from linattn.feature_maps import LandmarkFeatures
 from linattn.kernels._regression import local_fit, moments
-from linattn.typing import State
 
 __all__ = ["Coordinates", "Method", "Rows", "Smoother", "make_smoother"]
 
@@ -167,8 +166,11 @@ def make_smoother(
     for m in trials:
         size = min(len(fitted_to), ROWS_A_LANDMARK * m)
         query = coordinates.query(rows.X[np.sort(fitted_to[:size])])
-        memory = _summed_up(query, key, value, m, generator)
-        found = replace(exact, memory=memory, num_landmarks=m)
+        sizes: dict[str, Any] = {"num_features": m, "num_probes": max(MIN_PROBES, 2 * m)}
+        feature_map = LandmarkFeatures.fit(query, key, **sizes, scale=1.0, rng=generator)
+        after = state.init_state(feature_map, value.shape[1], like=key)
+        after = state.update_state(after, key, value, feature_map)
+        found = replace(exact, memory=(feature_map, after), num_landmarks=m)
         distance = _root_mean_square(found(held_out) - wanted)
         error = distance / deviation if deviation > 0 else 0.0
         if method.name == "landmarks" or error <= method.tolerance:
@@ -176,25 +178,6 @@ def make_smoother(
         if error > MAX_GAIN * method.tolerance:
             break
     return exact
-
-
-def _summed_up(
-    query: NDArray[Any],
-    key: NDArray[Any],
-    value: NDArray[Any],
-    num_landmarks: int,
-    generator: np.random.Generator,
-) -> tuple[LandmarkFeatures, State]:
-    feature_map = LandmarkFeatures.fit(
-        query,
-        key,
-        num_features=num_landmarks,
-        num_probes=max(MIN_PROBES, 2 * num_landmarks),
-        scale=1.0,
-        rng=generator,
-    )
-    before = state.init_state(feature_map, value.shape[1], like=key)
-    return feature_map, state.update_state(before, key, value, feature_map)
 
 
 def _root_mean_square(x: NDArray[Any]) -> float:

@@ -8,16 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from linattn import _arrays, _checks
 from linattn.kernels import log_sum_exp
 from linattn.sklearn._leave_one_out import leave_one_out_density
-from linattn.sklearn._smoother import DTYPES, make_generator
+from linattn.sklearn._smoother import DTYPES, check_weight, make_generator
 
 __all__ = ["KernelDensity"]
-
-RULES = ("scott", "silverman", "loo")
 
 
 class KernelDensity(BaseEstimator):  # type: ignore[misc]
@@ -33,8 +31,9 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
     ----------
     bandwidth : float, "scott", "silverman" or "loo", optional
         h. As in scikit-learn, "scott" is ``n^(-1 / (d + 4))`` and "silverman" is
-        ``(n (d + 2) / 4)^(-1 / (d + 4))``: bring coordinates to variance 1 first. "loo" takes the
-        number under which left-out rows are most likely. Default 1.0.
+        ``(n (d + 2) / 4)^(-1 / (d + 4))``, n counting rows of positive weight: bring coordinates to
+        variance 1 first. "loo" takes the number under which left-out rows are most likely. Default
+        1.0.
     loo_samples : int, optional
         Rows that "loo" leaves out, each judged by all others; drawn at random where there are
         more. Default 1000.
@@ -57,7 +56,7 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
     ------
     TypeError, ValueError
         By ``fit``: parameters out of range, NaN or inf, negative weights, no row of positive
-        weight, a single row with "loo".
+        weight, equal rows or a single one with "loo".
 
     See Also
     --------
@@ -67,7 +66,8 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
     -----
     Time O(N n d), memory O((N + n) d). No tree is built and no tolerance is needed: every row
     counts. "loo" tries the bandwidths of :class:`KernelRegressor`; a sample weight counts repeats,
-    and leaving a row out takes 1 off it.
+    and leaving a row out takes 1 off it. Where every row has a repeat, ever narrower bandwidths are
+    likelier, and "loo" takes the narrowest: leave repeats out first.
 
     Examples
     --------
@@ -112,20 +112,16 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
             Itself.
         """
         X = validate_data(self, X, dtype=DTYPES)
-        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if not np.any(weight > 0):
-            message = "sample_weight must be positive for at least one row, got none"
-            raise ValueError(message)
+        weight = check_weight(sample_weight, X)
         there = weight > 0
         self._rows, self._weight = X[there], weight[there]
-        self.bandwidth_ = self._choose_bandwidth(*X.shape)
+        self.bandwidth_ = self._choose_bandwidth(*self._rows.shape)
         return self
 
     def _choose_bandwidth(self, n: int, d: int) -> float:
         _checks.check_positive_int("loo_samples", self.loo_samples)
         for name in ("loo_bandwidths_", "loo_errors_"):
-            if hasattr(self, name):
-                delattr(self, name)
+            self.__dict__.pop(name, None)
         if self.bandwidth == "loo":
             order = make_generator(self.random_state).permutation(len(self._rows))
             left_out = np.sort(order[: self.loo_samples])
@@ -133,12 +129,12 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
             self.loo_bandwidths_, self.loo_errors_ = tried
             return tried.best
         if isinstance(self.bandwidth, str):
-            if self.bandwidth not in RULES:
-                wanted = ", ".join(map(repr, RULES))
-                message = f"bandwidth must be a number or one of {wanted}, got {self.bandwidth!r}"
+            counts = {"scott": n, "silverman": n * (d + 2) / 4}
+            if self.bandwidth not in counts:
+                rules = "'scott', 'silverman' or 'loo'"
+                message = f"bandwidth must be a number, {rules}, got {self.bandwidth!r}"
                 raise ValueError(message)
-            count = n if self.bandwidth == "scott" else n * (d + 2) / 4
-            return float(count ** (-1 / (d + 4)))
+            return float(counts[self.bandwidth] ** (-1 / (d + 4)))
         return _checks.check_finite_number("bandwidth", self.bandwidth, positive=True)
 
     @_arrays.on_array_device

@@ -63,10 +63,8 @@ class _Rows(NamedTuple):
     @classmethod
     def of(cls, X: NDArray[np.floating], weight: Floats, left_out: Indices) -> _Rows:
         if len(X) < 2:
-            message = (
-                f"bandwidth='loo' must have at least 2 rows of positive weight to leave one out, "
-                f"got n_samples = {len(X)}; give a number"
-            )
+            wanted = "bandwidth='loo' must have at least 2 rows of positive weight to leave one out"
+            message = f"{wanted}, got n_samples = {len(X)}; give a number"
             raise ValueError(message)
         centred = np.asarray(X - np.average(X, axis=0, weights=weight), dtype=float)
         largest = np.max(np.abs(centred))
@@ -129,6 +127,9 @@ def leave_one_out_density(
         volume = d * np.log(h * rows.unit) + d * np.log(2 * np.pi) / 2
         return np.asarray(nearest[:, 0] / h**2 + volume + np.log(remaining) - np.log(sums[..., 0]))
 
+    if not np.any(rows.X):
+        message = "bandwidth='loo' must have rows that differ, got equal ones; give a number"
+        raise ValueError(message)
     return _search(rows, np.zeros((len(X), 0)), error)
 
 

@@ -199,9 +199,9 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         X, y, weight = self._check_rows(X, y, sample_weight, multi_output=True, y_numeric=True)
         outputs = y.shape[1] if y.ndim == 2 else None
         if self._has_rows() and outputs != self._num_outputs:
+            before = self._num_outputs
             message = (
-                f"y must have the outputs of the rows before, {self._num_outputs}, got {outputs} "
-                f"(None: one axis)"
+                f"y must have the outputs of the rows before, {before}, got {outputs} (None: 1)"
             )
             raise ValueError(message)
         target = np.asarray(y, dtype=X.dtype).reshape(len(X), -1)

@@ -11,10 +11,11 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
 from linattn import _checks
+from linattn.kernels._gaussian import positive_bandwidth
 from linattn.sklearn._attention import Coordinates, Method, Rows, Smoother, make_smoother
 from linattn.sklearn._leave_one_out import LeaveOneOut, leave_one_out
 
-__all__ = ["KernelSmoother", "make_generator"]
+__all__ = ["KernelSmoother", "check_weight", "make_generator"]
 
 METHODS = ("auto", "exact", "landmarks")
 DTYPES = (np.float64, np.float32)
@@ -31,6 +32,15 @@ class Choice(NamedTuple):
 def make_generator(random_state: Any) -> np.random.Generator:
     """Make a generator of what scikit-learn takes for one: None, a seed or a RandomState."""
     return np.random.default_rng(check_random_state(random_state).randint(1 << 31))
+
+
+def check_weight(sample_weight: Any, X: NDArray[Any]) -> NDArray[np.float64]:
+    """Check weights of rows: not negative, not all 0; None for 1."""
+    weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    if not 0 < np.sum(weight) < np.inf:
+        message = "sample_weight must be positive for at least one row and have a finite sum"
+        raise ValueError(message)
+    return np.asarray(weight)
 
 
 class KernelSmoother(BaseEstimator):  # type: ignore[misc]
@@ -76,8 +86,7 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         return "_rows" in vars(self)
 
     def _forget(self) -> None:
-        if self._has_rows():
-            del self._rows
+        self.__dict__.pop("_rows", None)
 
     def _check_rows(
         self, X: Any, y: Any, sample_weight: Any, **checks: Any
@@ -86,11 +95,7 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         self._check_parameters()
         dtype = self._rows.X.dtype if self._has_rows() else DTYPES
         X, y = validate_data(self, X, y, reset=not self._has_rows(), dtype=dtype, **checks)
-        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        if not np.any(weight > 0):
-            message = "sample_weight must be positive for at least one row, got none"
-            raise ValueError(message)
-        return X, y, weight
+        return X, y, check_weight(sample_weight, X)
 
     def _check_parameters(self) -> None:
         if self.method not in METHODS:
@@ -132,23 +137,12 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
 
     def _given_bandwidth(self) -> float | NDArray[np.float64]:
         """Check a bandwidth that is a number, or one for each coordinate."""
-        if np.ndim(self.bandwidth) == 0:
-            if isinstance(self.bandwidth, str):
-                wanted = "'loo', a number or one for each coordinate"
-                message = f"bandwidth must be {wanted}, got {self.bandwidth!r}"
-                raise ValueError(message)
-            return _checks.check_finite_number("bandwidth", self.bandwidth, positive=True)
-        bandwidth = np.array(self.bandwidth, dtype=np.float64)
-        if bandwidth.shape != (self.n_features_in_,):
-            message = (
-                f"bandwidth must have one number for each of {self.n_features_in_} coordinates, "
-                f"got shape {bandwidth.shape}"
-            )
+        if isinstance(self.bandwidth, str):
+            wanted = "'loo', a number or one for each coordinate"
+            message = f"bandwidth must be {wanted}, got {self.bandwidth!r}"
             raise ValueError(message)
-        if not np.all((bandwidth > 0) & np.isfinite(bandwidth)):
-            message = f"bandwidth must be positive and finite, got {bandwidth}"
-            raise ValueError(message)
-        return bandwidth
+        bandwidth = positive_bandwidth(self.bandwidth, "X", self._rows.X.astype(np.float64))
+        return bandwidth if bandwidth.ndim else float(bandwidth)
 
     def _means(self, X: Any) -> NDArray[Any]:
         """Return weighted means of the targets, (n, k)."""
