@@ -21,7 +21,7 @@ import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["TOKENS", "Case", "compare", "compare_states", "made"]
+__all__ = ["TOKENS", "Case", "compare", "inputs", "made", "turns"]
 
 TOKENS = 97
 
@@ -146,7 +146,8 @@ def turns(model: Any, mask: Any, ids: Any) -> Any:
         cache, start, found = {}, 0, []
         for stop in (12, 15, 16):
             out = model(ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **cache)
-            found.append(out.logits * mask[:, start:stop, None])
+            seen = mask[:, start:stop, None] > 0
+            found.append(out.logits.masked_fill(~seen, 0))
             held = next((n for n in ("cache", "cache_params", "past_key_values") if n in out), None)
             if held is None:
                 return found
@@ -184,7 +185,7 @@ def compare(family: str, name: str, kind: Any = None) -> Case:
         tf.AttentionInterface.register(name, attend)
     size = max(float(a.abs().max()) for a in wanted)
     off = max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / size
-    if off > 2e-5:
+    if not off <= 2e-5:
         return Case(family, "wrong", f"{off:.1g} off")
     return Case(family, "equal" if calls else "own", f"{off:.1g}")
 

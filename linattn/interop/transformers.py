@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 try:
     import torch
     import transformers
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import masking_utils
     from transformers.cache_utils import Cache, CacheLayerMixin
 except ImportError as error:
@@ -104,24 +105,56 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
 # Masks -------------------------------------------------------------------------------------------
 
 
-class _Mask(NamedTuple):
+class _Said(NamedTuple):
     """What a mask of pairs says."""
 
     seen: Visibility
     key_mask: Any = None
     """(batch, S) boolean."""
+    is_window: bool = False
+    """Whether it hides keys far before a query, even if all keys are near so far."""
 
 
-class _Pairs(torch.Tensor):  # type: ignore[misc]
-    """Stands for a mask of pairs, (batch, 1, L, S), and has one number in memory.
+def _computed(*_: Any, **__: Any) -> Any:
+    _refuse("mask of pairs that a model can compute with")
 
-    Models read its shape. Its number hides all, so that a copy without ``said`` is rejected.
+
+class _Pairs(BlockMask):  # type: ignore[misc]
+    """Stands for a mask of pairs, (batch, 1, L, S), which is never made.
+
+    transformers passes a BlockMask to layers unchanged. A model that computes with it is refused.
     """
 
-    said: _Mask | None = None
+    dtype, ndim, shape = torch.bool, 4, None
+    __getitem__ = __invert__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _computed
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __bool__ = _computed
+    __and__ = __rand__ = __or__ = __ror__ = __iter__ = __len__ = __torch_function__ = _computed
+    __hash__ = object.__hash__
 
-    def contiguous(self, *args: Any, **kwargs: Any) -> _Pairs:
-        """Stay: `generate` asks for it with a static cache."""
+    def __init__(self, shape: tuple[int, ...], device: Any, read: Any) -> None:
+        self.shape, self.device, self._read = shape, device, read
+        self._said: _Said | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.Tensor, name) and not name.startswith("__"):
+            _computed()
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        """Show the shape."""
+        return f"_Pairs{self.shape}"
+
+    __str__ = __repr__
+
+    @property
+    def said(self) -> _Said:
+        """What it says, read by the first layer that uses it: some masks are used by none."""
+        if self._said is None:
+            self._said = self._read()
+        return self._said
+
+    def to(self, *_: Any, **__: Any) -> _Pairs:
+        """Stay."""
         return self
 
 
@@ -138,66 +171,169 @@ def _mask(
     if padding is not None:
         padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
         padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
-        padding = None if bool(padding.all()) else padding
-    mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
-    mask = mask.expand(batch_size, 1, q_length, kv_length).as_subclass(_Pairs)
-    seen = _common(given["mask_function"], q_length, kv_length, int(q_offset) - kv_offset)
+        # Values are unknown while a graph is compiled.
+        if not torch.compiler.is_compiling() and bool(padding.all()):
+            padding = None
+    shape = (batch_size, 1, q_length, kv_length)
+    # A static cache changes its number of tokens in place: read it before the layers do.
+    read = partial(_say, shape, (int(q_offset), kv_offset), padding, device, given)
+    return _Pairs(shape, device, read)
+
+
+def _say(shape: Any, offsets: Any, padding: Any, device: Any, given: dict[str, Any]) -> _Said:
+    """Read a mask of transformers from its function: by symbols, or else row by row."""
+    bounds = _bounds_of(given["mask_function"])
+    is_window = bounds is not None and bounds.low > -_FAR
+    seen = None
+    if bounds is not None:
+        seen = _band(bounds, *shape[-2:], offsets[0] - offsets[1])
     if seen is None:
-        rows = partial(_rows, mask, (int(q_offset), kv_offset), given)
-        seen, padding = _read(rows, mask, padding)
-    mask.said = _Mask(seen, padding)
-    return mask
+        rows = partial(_rows, shape, offsets, device, given)
+        seen, padding = _read(rows, shape, device, padding)
+    return _Said(seen, padding, is_window)
 
 
-def _common(function: Any, length: int, num_keys: int, offset: int) -> Visibility | None:
-    """Return what queries see under the two commonest masks, which need not be read."""
-    if function is masking_utils.bidirectional_mask_function:
-        return Visibility({}, num_keys)
-    if function is not masking_utils.causal_mask_function or offset + length > num_keys:
+_FAR = 1 << 60
+
+
+class _Bounds(NamedTuple):
+    """A query sees the keys from ``low`` to ``high`` positions after its own."""
+
+    low: int = -_FAR
+    high: int = _FAR
+    device: Any = None
+
+    def __and__(self, other: _Bounds) -> _Bounds:
+        return _Bounds(max(self.low, other.low), min(self.high, other.high))
+
+    def __bool__(self) -> bool:
+        raise TypeError
+
+    def to(self, _: Any) -> _Bounds:
+        """Stay."""
+        return self
+
+
+class _Position:
+    """An unknown position: a function of masks that is called with it returns bounds, or raises.
+
+    A compiled graph can do so, where values of the function would be tensors that it cannot read.
+    """
+
+    def __init__(self, is_key: bool, ahead: int = 0) -> None:
+        self.is_key, self.ahead = is_key, ahead
+
+    def new_ones(self, *_: Any, **__: Any) -> _Bounds:
+        """Return bounds that hide nothing."""
+        return _Bounds()
+
+    def _to(self, query: _Position) -> int:
+        if not self.is_key or query.is_key:
+            raise TypeError
+        return query.ahead - self.ahead
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, int):
+            return _Position(self.is_key, self.ahead - other)
+        return _Difference(self._to(other) if self.is_key else other._to(self))
+
+    def __le__(self, query: Any) -> _Bounds:
+        return _Bounds(high=self._to(query))
+
+    def __gt__(self, query: Any) -> _Bounds:
+        return _Bounds(low=self._to(query) + 1)
+
+    def __ge__(self, other: Any) -> _Bounds:
+        if other != 0 or self.ahead:
+            raise TypeError
+        return _Bounds()
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Difference(NamedTuple):
+    """The difference of a query's and a key's position, of which only the absolute value is used."""
+
+    ahead: int
+    is_absolute: bool = False
+
+    def __abs__(self) -> _Difference:
+        return _Difference(self.ahead, True)
+
+    def __le__(self, width: Any) -> Any:
+        if self.ahead or not self.is_absolute:
+            raise TypeError
+        return _Bounds(-width, width)
+
+
+def _bounds_of(function: Any) -> _Bounds | None:
+    """Return the bounds that a function of masks stands for, None for any other function."""
+    try:
+        found = function(None, None, _Position(False), _Position(True))
+    except (AttributeError, IndexError, RuntimeError, TypeError):
         return None
-    num_keys = offset + length
-    is_causal = True if length == num_keys else "lower_right"
-    return Visibility({"is_causal": is_causal} if length > 1 else {}, num_keys)
+    return found if isinstance(found, _Bounds) else None
 
 
-def _rows(mask: Any, offsets: tuple[int, int], given: dict[str, Any], block: slice) -> Any:
+def _band(bounds: _Bounds, length: int, num_keys: int, offset: int) -> Visibility | None:
+    """Return the options of bounds, with the first query at position ``offset`` of the keys."""
+    low, high = bounds[:2]
+    left = None if offset + length + low <= 1 else -low
+    if left is None and offset + 1 + high >= num_keys:
+        return Visibility({}, num_keys)
+    stop = offset + length
+    if high == 0 and stop <= num_keys and low <= 0 and (length > 1 or left is None):
+        options: dict[str, Any] = {"is_causal": True if length == stop else "lower_right"}
+        if left is not None:
+            options["local_window_size"] = (left, 0)
+        return Visibility(options if length > 1 else {}, stop)
+    if low <= 0 <= high and (offset, length) == (0, num_keys):
+        return Visibility({"local_window_size": (left, None if high >= length else high)}, length)
+    return None
+
+
+def _rows(shape: Any, offsets: Any, device: Any, given: dict[str, Any], block: slice) -> Any:
     """Evaluate a mask of transformers for some queries, (batch or 1, queries, S)."""
     rows = masking_utils.sdpa_mask(
-        mask.shape[0],
+        shape[0],
         block.stop - block.start,
-        mask.shape[-1],
+        shape[-1],
         offsets[0] + block.start,
         offsets[1],
         mask_function=given["mask_function"],
         allow_is_causal_skip=False,
         use_vmap=given.get("use_vmap", False),
-        device=mask.device,
+        device=device,
     )
     # The same for all of a batch: a view of one.
     rows = rows if rows.stride(0) else rows[:1]
     return rows[:, 0].cpu().numpy()
 
 
-def _read(rows: Any, mask: Any, padding: Any) -> tuple[Visibility, Any]:
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read(rows: Any, shape: Any, device: Any, padding: Any) -> tuple[Visibility, Any]:
     """Read which keys queries see; one query sees any keys at all, by a mask of keys."""
-    length, num_keys = mask.shape[-2:]
+    length, num_keys = shape[-2:]
     if length != 1:
         seen = _visibility.read_rows(rows, length, num_keys)
         return _refuse("masks of this pattern") if seen is None else seen, padding
-    row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=mask.device)
+    row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=device)
     if bool(row.all()):
         return Visibility({}, num_keys), padding
     return Visibility({"row": True}, num_keys), row if padding is None else row & padding
 
 
-def _given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> _Mask:
+def _given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> _Said:
     """Read what a layer gives in the place of a mask of ours."""
     length, num_keys = query.shape[-2], key.shape[-2]
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and length > 1 and length != num_keys:
             _refuse(f"causal attention of {length} queries to {num_keys} keys without a mask")
-        return _Mask(Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys))
+        return _Said(Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys))
     if mask.ndim != 4 or mask.shape[1] != 1:
         _refuse(f"masks of shape {tuple(mask.shape)}, one for each head")
     if mask.dtype != torch.bool:
@@ -206,11 +342,11 @@ def _given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) ->
             _refuse("masks of other numbers than 0 and the least one")
         mask = is_seen
     if not bool(mask.any()):
-        _refuse("masks that hide all, as copies of its own masks are")
+        _refuse("masks that hide all keys")
     return _dense(mask.expand(-1, -1, length, num_keys))
 
 
-def _dense(mask: Any) -> _Mask:
+def _dense(mask: Any) -> _Said:
     """Read a mask (batch, 1, L, S) that a user or a model made: padding and a pattern in one."""
     length, num_keys = mask.shape[-2:]
     keys, position = mask[:, 0].any(1), torch.arange(num_keys, device=mask.device)
@@ -224,8 +360,9 @@ def _dense(mask: Any) -> _Mask:
                 break
         else:
             options = options if length > 1 else {}
-            return _Mask(Visibility(options, num_keys), None if bool(keys.all()) else keys)
-    return _Mask(*_read(lambda block: mask[:, 0, block].cpu().numpy(), mask, None))
+            return _Said(Visibility(options, num_keys), None if bool(keys.all()) else keys)
+    rows = lambda block: mask[:, 0, block].cpu().numpy()
+    return _Said(*_read(rows, mask.shape, mask.device, None))
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -263,11 +400,11 @@ def _attention(
         if is_there:
             _refuse(problem)
     cache = getattr(key, "_linattn_layer", None)
-    mask = getattr(attention_mask, "said", None)
-    if mask is None:
-        mask = _given_mask(attention_mask, module, query, key, given.get("is_causal"))
-    else:
+    if isinstance(attention_mask, _Pairs):
         _check_sizes(attention_mask, query, key, cache)
+        mask = attention_mask.said
+    else:
+        mask = _given_mask(attention_mask, module, query, key, given.get("is_causal"))
     extra = {name: given.get(name) for name in ("s_aux", "position_bias")}
     scale = given.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -297,7 +434,7 @@ def _check_sizes(mask: Any, query: Any, key: Any, cache: Any) -> None:
 
 
 def _call(
-    query: Any, key: Any, value: Any, mask: _Mask, scale: float, cache: Any, extra: Any
+    query: Any, key: Any, value: Any, mask: _Said, scale: float, cache: Any, extra: Any
 ) -> _Call:
     """Group heads; give masks the axes of heads."""
     group = query.shape[1] // key.shape[1]
