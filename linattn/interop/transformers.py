@@ -22,7 +22,13 @@ try:
     import transformers
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import masking_utils
-    from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
 except ImportError as error:
     message = (
         "linattn.interop.transformers needs torch and transformers, one of which is not installed: "
@@ -30,7 +36,7 @@ except ImportError as error:
     )
     raise ImportError(message) from error
 
-from linattn.functional import softmax_attention
+from linattn.functional import linear_attention, softmax_attention
 from linattn.interop import _visibility
 from linattn.interop import torch as of_torch
 from linattn.interop._visibility import Visibility
@@ -39,7 +45,13 @@ from linattn.typing import FeatureMap, State
 __all__ = ["StateCache", "register"]
 
 
-def register(feature_map: FeatureMap | None = None, *, name: str | None = None) -> str:
+def register(
+    feature_map: FeatureMap | None = None,
+    *,
+    name: str | None = None,
+    exact_window: int | None = None,
+    sinks: int | None = None,
+) -> str:
     r"""Add an attention to those that the models of transformers choose from, and return its name.
 
     Parameters
@@ -49,6 +61,9 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
         :func:`linattn.softmax_attention`.
     name : str, optional
         What ``attn_implementation=`` will be. Default "linattn", with a map "linattn_linear".
+    exact_window, sinks : int, optional
+        With a map: nearby keys, and the first keys, count exactly, as for
+        :func:`linattn.linear_attention`. Default: none.
 
     Returns
     -------
@@ -60,7 +75,7 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
     ImportError
         When this module is imported: torch or transformers is missing.
     TypeError
-        A map that is none.
+        A map that is none; a window or sinks without a map.
 
     Notes
     -----
@@ -70,13 +85,21 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
     in linear memory. Sinks and biases use torch's autograd, which stores each block.
 
     It raises NotImplementedError for dropout of weights, soft caps of logits,
-    ``output_attentions``, masks and biases of other patterns; linear attention also for windows,
-    sinks and biases. Linear attention multiplies queries by the model's scaling times ``sqrt(d)``,
-    which is 1 in most models: maps of the softmax kernel then see the logits of the model.
+    ``output_attentions``, masks and biases of other patterns, models that compute with their mask,
+    and any tensor that a layer gives by a name that is not known here (``indices=`` of sparse
+    attention). Linear attention also raises it for biases.
 
-    transformers describes a mask by a function of two positions. The pattern is read off that
-    function, some rows at a time: time O(L S) once for each forward pass, not for each layer, and
-    memory O(L + S). Purely causal and full masks are not read.
+    Linear attention multiplies queries by the model's scaling times ``sqrt(d)``, which is 1 in most
+    models: maps of the softmax kernel then see the logits of the model. Layers with a sliding
+    window attend exactly to the keys of the window, which takes linear time, and to no others. A
+    sink of GPT-OSS adds its weight to the denominator, beside the weights of the map.
+
+    transformers describes a mask by a function of two positions. Causal masks, full masks and
+    windows are recognized without reading them. Other patterns are read off the function, some rows
+    at a time: time O(L S) once for each forward pass, not for each layer, and memory O(L + S).
+    ``torch.compile`` compiles whole models with recognized masks; other masks, sinks and biases
+    break the graph. To compile the whole graph, give an ``attention_mask`` or a cache: otherwise
+    transformers looks for packed sequences in ``position_ids``.
 
     Examples
     --------
@@ -87,7 +110,15 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
     >>> register(EluFeatures())
     'linattn_linear'
     """
+    near = {"exact_window": exact_window, "sinks": sinks}
+    near = {option: number for option, number in near.items() if number is not None}
     if feature_map is None:
+        if near:
+            message = (
+                f"feature_map must be given with exact_window and sinks, got {near} and no map; "
+                f"exact attention has the windows and sinks of the model"
+            )
+            raise TypeError(message)
         name, attend = name or "linattn", _softmax
     elif not isinstance(feature_map, FeatureMap):
         message = (
@@ -96,7 +127,7 @@ def register(feature_map: FeatureMap | None = None, *, name: str | None = None) 
         )
         raise TypeError(message)
     else:
-        name, attend = name or "linattn_linear", partial(_linear, feature_map)
+        name, attend = name or "linattn_linear", partial(_linear, feature_map, near)
     transformers.AttentionInterface.register(name, partial(_attention, attend))
     transformers.AttentionMaskInterface.register(name, _mask)
     return name
@@ -377,9 +408,15 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     """Of :func:`linattn.softmax_attention`, masks included."""
     scale: float
+    mask: _Said
     cache: _StateLayer | None
     extra: dict[str, Any]
     """Sinks and biases."""
+
+
+# Tensors that a layer may give. Those that are not for attention have done their work in the mask.
+_KNOWN = {"s_aux", "position_bias", "position_ids", "token_type_ids", "mm_token_type_ids"}
+_KNOWN |= {"cache_position", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 def _attention(
@@ -398,8 +435,11 @@ def _attention(
         "output_attentions": given.get("output_attentions"),
     }.items():
         if is_there:
-            _refuse(problem)
-    cache = getattr(key, "_linattn_layer", None)
+            _refuse(problem, f"switch it off, or {_EAGER}")
+    for name, array in given.items():
+        if isinstance(array, torch.Tensor) and name not in _KNOWN:
+            _refuse(f"keyword {name}=, which a layer gave a tensor of shape {tuple(array.shape)}")
+    cache = given.get("linattn_layer")
     if isinstance(attention_mask, _Pairs):
         _check_sizes(attention_mask, query, key, cache)
         mask = attention_mask.said
@@ -408,18 +448,26 @@ def _attention(
     extra = {name: given.get(name) for name in ("s_aux", "position_bias")}
     scale = given.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    packed = given.get("cu_seq_lens_q")
+    if packed is not None and len(packed) > 2 and "cu_seqlens" not in mask.seen.options:
+        _refuse("cu_seq_lens_q= without position_ids=", "pass both, and use_cache=False")
+    if given.get("sliding_window"):
+        mask = mask._replace(is_window=True)
+    shape, before = (*query.shape[:-1], value.shape[-1]), mask.seen.before
+    query = torch.nn.functional.pad(query, (0, 0, before, 0)) if before else query
     out = attend(_call(query, key, value, mask, scale, cache, extra))
     if mask.seen.is_flat:
         out = out.unflatten(-2, (query.shape[0], query.shape[-2])).movedim(-3, 0)
-    out = out.reshape(*query.shape[:-1], value.shape[-1])
+    out = out[..., before:, :].reshape(shape)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(problem: str) -> Any:
-    message = (
-        f"attn_implementation must suit the model: that of linattn has no {problem}; switch it "
-        f'off, or use model.set_attn_implementation("eager")'
-    )
+_EAGER = 'use model.set_attn_implementation("eager")'
+_KEYS = "use a DynamicCache"
+
+
+def _refuse(problem: str, remedy: str = _EAGER) -> Any:
+    message = f"attn_implementation must suit the model: linattn has no {problem}; {remedy}"
     raise NotImplementedError(message)
 
 
@@ -457,25 +505,36 @@ def _call(
     stops = options.get("key_stop")
     if stops is not None and stops.ndim == 2:
         options["key_stop"] = stops.reshape(len(stops), *heads, -1)
-    return _Call(query, key, value, options, scale, cache, extra)
+    return _Call(query, key, value, options, scale, mask, cache, extra)
 
 
 def _softmax(call: _Call) -> Any:
     """Exact attention, with sinks and biases of the distance where the model has them."""
+    if call.cache is not None and call.mask.is_window:
+        _refuse("window of exact keys in StateCache()", "use StateCache(model.config)")
     if call.cache is not None:
-        _refuse("StateCache for exact attention")
+        _refuse("StateCache for exact attention", _KEYS)
     options = {name: x for name, x in call.options.items() if name != "row"}
     options["scale"] = call.scale
     sinks, bias = call.extra["s_aux"], call.extra["position_bias"]
     if bias is not None:
         options |= _bias(bias, call)
-    if sinks is None and bias is None:
-        return of_torch.softmax_attention(call.query, call.key, call.value, **options)
     arrays = (call.query, call.key, call.value)
+    if sinks is None and bias is None:
+        return of_torch.softmax_attention(*arrays, **options)
     if sinks is None:
-        return softmax_attention(*arrays, **options)
-    out, total = softmax_attention(*arrays, return_log_normalizer=True, **options)
-    # A sink is one more key, of value 0: the others keep this part of the weight.
+        return _softmax_attention(*arrays, **options)
+    out, total = _softmax_attention(*arrays, return_log_normalizer=True, **options)
+    return _beside_sinks(out, total, sinks, call)
+
+
+# A compiled graph breaks here once, and not inside of them.
+_linear_attention = torch.compiler.disable(linear_attention)
+_softmax_attention = torch.compiler.disable(softmax_attention)
+
+
+def _beside_sinks(out: Any, total: Any, sinks: Any, call: _Call) -> Any:
+    """A sink is one more key, of value 0: the others keep this part of the weight."""
     sinks = sinks.to(total.dtype).reshape(*call.query.shape[-len(total.shape[1:]) - 1 : -2], 1)
     return out * torch.sigmoid(total - sinks)[..., None].to(out.dtype)
 
@@ -486,7 +545,7 @@ def _bias(bias: Any, call: _Call) -> dict[str, Any]:
     if not bias.requires_grad and not bool(bias.any()):
         return {}
     bias = bias[..., :num_keys]
-    if bias.shape[0] != 1 or "cu_seqlens" in call.options:
+    if bias.shape[0] != 1 or call.mask.seen.before or "cu_seqlens" in call.options:
         _refuse("position_bias that differs in a batch")
     bias = bias[0].reshape(*call.query.shape[1:-2], length, num_keys)
     if length == 1:
@@ -503,29 +562,45 @@ def _bias(bias: Any, call: _Call) -> dict[str, Any]:
     return {"window_bias": torch.nn.functional.pad(by_distance, ends)}
 
 
-def _linear(feature_map: FeatureMap, call: _Call) -> Any:
-    """Linear attention, after the state of a cache if there is one."""
-    if "local_window_size" in call.options:
-        _refuse("linear attention in a sliding window")
-    if "row" in call.options and call.cache is not None:
-        _refuse("StateCache where a query sees not all keys before it")
-    for name, extra in call.extra.items():
-        if extra is not None and (name == "s_aux" or extra.requires_grad or bool(extra.any())):
-            _refuse(f"linear attention with {name}")
+def _linear(feature_map: FeatureMap, near: dict[str, int], call: _Call) -> Any:
+    """Linear attention, after the state of a cache if there is one; exact in a sliding window."""
+    if call.mask.is_window or "local_window_size" in call.options:
+        return _softmax(call)
+    bias = call.extra["position_bias"]
+    if bias is not None and (bias.requires_grad or bool(bias.any())):
+        _refuse("linear attention with position_bias")
     options = {name: x for name, x in call.options.items() if name != "row"}
-    query, key, value, cache = *call[:3], call.cache
+    query, sinks, cache = call.query, call.extra["s_aux"], call.cache
     factor = call.scale * query.shape[-1] ** 0.5
-    query = query if abs(factor - 1) < 1e-6 else query * factor
-    if cache is None:
-        return of_torch.linear_attention(query, key, value, feature_map, **options)
-    if set(options) - {"is_causal", "key_mask"} or (query.shape[-2] > 1 and len(options) == 0):
-        _refuse("StateCache where attention is not causal")
-    options["is_causal"] = True
-    out, cache.state = of_torch.linear_attention(
-        query, key, value, feature_map, initial_state=cache.state, return_state=True, **options
-    )
-    cache.attended = cache.length
-    return out
+    arrays = (query if abs(factor - 1) < 1e-6 else query * factor, call.key, call.value)
+    if cache is not None:
+        _check_stream(call, near)
+        options |= {"is_causal": True, "initial_state": cache.state, "return_state": True}
+    elif near and query.shape[-2] == 1:
+        options["is_causal"] = "lower_right"
+    if sinks is None and not near:
+        found = of_torch.linear_attention(*arrays, feature_map, **options)
+    else:
+        options |= near | {"return_log_normalizer": sinks is not None}
+        found = _linear_attention(*arrays, feature_map, **options)
+    out, *rest = found if isinstance(found, tuple) else (found,)
+    if cache is not None:
+        cache.state, cache.attended = rest[0], cache.length
+    return out if sinks is None else _beside_sinks(out, rest[-1], sinks, call)
+
+
+def _check_stream(call: _Call, near: Any) -> None:
+    """Check that a state can hold what this layer has seen."""
+    for problem, is_there in {
+        "with exact_window": near,
+        "where a layer attends twice to the keys of one update": not call.cache.is_new,
+        "where a query sees not all keys before it": "row" in call.options,
+        "where attention is not causal": call.query.shape[-2] > 1
+        and not call.options.get("is_causal"),
+        "for packed sequences": set(call.options) - {"is_causal", "key_mask", "row"},
+    }.items():
+        if is_there:
+            _refuse(f"StateCache {problem}", _KEYS)
 
 
 # Cache -------------------------------------------------------------------------------------------
@@ -543,12 +618,17 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         self.before = self.length = self.attended = 0
         """Numbers of tokens: before the last update, after it, and in the state."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the last tokens are not in the state yet."""
+        return self.attended == self.before
+
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: the first attention makes the state."""
         self.is_initialized = True
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return these keys and values alone; the attention finds this layer by the keys."""
+    def update(self, key_states: Any, value_states: Any, *args: Any, **given: Any) -> Any:
+        """Return these keys and values alone; the attention finds this layer by its keywords."""
         if self.attended != self.length:
             message = (
                 "a StateCache must be read by linear attention of linattn, and was not by the last "
@@ -557,8 +637,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
             raise RuntimeError(message)
         self.is_initialized = True
         self.before, self.length = self.length, self.length + key_states.shape[-2]
-        key_states = key_states.view_as(key_states)
-        key_states._linattn_layer = self
+        # transformers gives the keywords of the attention to be changed in place.
+        given.get("kwargs", {})["linattn_layer"] = self
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -597,13 +677,44 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Raise: a state cannot forget its last tokens."""
         if tokens_to_remove:
-            _refuse("way to take tokens out of a StateCache")
+            _refuse("way to take tokens out of a StateCache", _KEYS)
 
     def offload(self) -> None:
         """Stay: a state is small."""
 
     def prefetch(self) -> None:
         """Stay."""
+
+
+class _MixedLayer(_StateLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """The state of one layer that also has a recurrence of the model's own (Falcon-H1)."""
+
+    is_croppable = False
+    lazy_initialization = LinearAttentionLayer.lazy_initialization
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Let both states follow their beams."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        _StateLayer.reorder_cache(self, beam_idx)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        _StateLayer.reset(self)
+
+
+class _Layers(list[Any]):
+    """Layers that are made when they are first updated."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int) and index >= len(self):
+            message = (
+                f"a StateCache for a model with other layers than attention must be made from its "
+                f"configuration, got StateCache() and a model that reads layer {index} before it "
+                f"is updated; use StateCache(model.config)"
+            )
+            raise ValueError(message)
+        return super().__getitem__(index)
 
 
 class StateCache(Cache):  # type: ignore[misc]
@@ -613,17 +724,31 @@ class StateCache(Cache):  # type: ignore[misc]
     Beams are reordered. It cannot be cropped, which assisted generation needs. A new cache is
     empty, and serves one model.
 
+    Parameters
+    ----------
+    config : PretrainedConfig, optional
+        ``model.config``, which says what each layer caches. Needed for hybrid models (Qwen3-Next,
+        Kimi-Linear, Bamba, Falcon-H1), whose other layers keep their own states, and for models with
+        sliding windows (Gemma 3, GPT-OSS), whose layers keep the keys of the window. Default: a
+        state for each layer.
+
     Raises
     ------
     NotImplementedError
-        In the forward pass: exact attention, a window, a cropped cache.
+        In the forward pass: exact attention, a window without ``config``, full attention, a layer
+        that attends twice to the same keys (DiffLlama), a cropped cache.
     RuntimeError
         At the second forward pass with another attention than this module's.
+    ValueError
+        A hybrid model without ``config``.
 
     Notes
     -----
     Memory for each sequence and layer: G m (e + 2) numbers, with G heads of keys, m features and
     values of dim e.
+
+    Encoder-decoders take ``EncoderDecoderCache(StateCache(), DynamicCache())`` of transformers,
+    which holds the keys of the encoder in its second part.
 
     Examples
     --------
@@ -632,5 +757,15 @@ class StateCache(Cache):  # type: ignore[misc]
     0
     """
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=_StateLayer)
+    def __init__(self, config: Any = None) -> None:
+        if config is None:
+            super().__init__(layer_class_to_replicate=_StateLayer)
+            self.layers = _Layers()
+            return
+        layers = transformers.DynamicCache(config=config).layers
+        kinds = {DynamicLayer: _StateLayer, LinearAttentionAndFullAttentionLayer: _MixedLayer}
+        for i, layer in enumerate(layers):
+            if type(layer) in kinds:
+                count = getattr(layer, "number_of_states", 1)
+                layers[i] = kinds[type(layer)](number_of_states=count)
+        super().__init__(layers=layers)
