@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import sys
 
 import numpy as np
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.frameworks
 torch = pytest.importorskip("torch", reason="torch is not installed")
 tf = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers import masking_utils  # noqa: E402
+
 from linattn.interop.transformers import StateCache, register  # noqa: E402
+from tests import tiny_models  # noqa: E402
 
 TOKENS, NEW = 97, 20
 SIZES = {
@@ -116,6 +120,9 @@ def outputs(model, given, decoder=None):
     (out * torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)).sum().backward()
     weights = model.named_parameters()
     return out.detach(), {n: w.grad.clone() for n, w in weights if w.grad is not None}
+
+
+GREEDY = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
 def generated(model, given, **options):
@@ -268,6 +275,105 @@ def test_what_is_not_served_says_so_by_name():
         register("elu")
 
 
+# Families ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "outcome"),
+    [
+        ("qwen2_moe", "equal"),  # Makes a mask for a window of 0, which no layer uses.
+        ("llama4_text", "equal"),  # Chunks, several tokens after a cache.
+        ("deepseek_v32", "refused"),  # Computes with its mask to choose keys.
+    ],
+)
+def test_families_are_equal_to_eager_or_refused(family, outcome):
+    """``python -m tests.tiny_models`` does all families."""
+    kinds = next(kinds for kinds in tiny_models.KINDS.values() if family in kinds)
+    case = tiny_models.compare(family, register(), kinds[family])
+    assert case.outcome == outcome, case
+
+
+def test_a_tensor_by_an_unknown_name_is_refused():
+    register()
+    arrays = torch.randn(3, 1, 2, 7, 4)
+    mask = masked(masking_utils.causal_mask_function, "linattn", 1, 7, 7)
+    for name in ("indices", "block_indices", "sinks"):
+        with pytest.raises(NotImplementedError, match=f"no keyword {name}=.* tensor of shape"):
+            attended("linattn", arrays, mask, **{name: torch.arange(7)})
+    attended("linattn", arrays, mask, position_ids=torch.arange(7)[None], use_cache=True)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q= without position_ids="):
+        attended("linattn", arrays, mask, cu_seq_lens_q=torch.tensor([0, 3, 7]))
+
+
+def test_a_mask_cannot_be_computed_with():
+    register()
+    mask = masked(masking_utils.causal_mask_function, "linattn", 1, 7, 7)
+    scores = torch.zeros(1, 2, 7, 7)
+    assert mask.shape == (1, 1, 7, 7)
+    for compute in (
+        lambda: mask[:, 0],
+        lambda: ~mask,
+        lambda: mask == 0,
+        lambda: 1 - mask,
+        lambda: mask & (scores > 0),
+        lambda: scores + mask,
+        lambda: scores.masked_fill(mask, 0),
+        lambda: scores.masked_fill_(mask, 0),
+        lambda: torch.where(mask, scores, 0),
+        lambda: scores @ mask,
+        lambda: mask.float(),
+        lambda: mask.expand(2, -1, -1, -1),
+        lambda: torch.nn.functional.scaled_dot_product_attention(*[scores] * 3, mask),
+    ):
+        with pytest.raises(NotImplementedError, match="mask of pairs that a model can compute"):
+            compute()
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("causal", masking_utils.causal_mask_function),
+        ("full", masking_utils.bidirectional_mask_function),
+        ("window", masking_utils.sliding_window_causal_mask_function(4)),
+        ("both sides", masking_utils.sliding_window_bidirectional_mask_function(3)),
+        ("one side", lambda b, h, q, k: (q - k <= 2) & (k <= q)),
+        ("equal", lambda b, h, q, k: (q == k) | (k == 0) & (k <= q)),
+        ("nothing", masking_utils.sliding_window_causal_mask_function(0)),
+    ],
+)
+def test_masks_by_symbols_are_those_by_rows(name, function):
+    """Each length, number of keys and offset, beside attention with the mask of sdpa."""
+    register()
+    torch.manual_seed(0)
+    for length, keys, offset in itertools.product((1, 2, 5, 9), (1, 5, 9), (0, 2, 4, 8)):
+        arrays = [torch.randn(1, 2, n, 4) for n in (length, keys, keys)]
+        rows, mask = (
+            masked(
+                function, attention, 1, length, keys, q_offset=offset, allow_is_causal_skip=False
+            )
+            for attention in ("sdpa", "linattn")
+        )
+        try:
+            found = attended("linattn", arrays, mask)
+        except NotImplementedError:
+            assert name in ("equal", "nothing", "both sides") or offset + length > keys
+            continue
+        seen = rows[0, 0].any(-1)
+        wanted = torch.nn.functional.scaled_dot_product_attention(*arrays, rows).transpose(1, 2)
+        assert_allclose(found[:, seen], wanted[:, seen], atol=1e-5, err_msg=f"{length} {keys}")
+
+
+def test_a_model_with_a_window_compiles_whole():
+    model, given = made("mistral"), inputs("mistral")
+    model.set_attn_implementation("eager")
+    seen = given["attention_mask"][..., None]
+    wanted = (model(**given, use_cache=False).logits * seen).detach()
+    model.set_attn_implementation(register())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found = (compiled(**given, use_cache=False).logits * seen).detach()
+    assert_allclose(found, wanted, atol=2e-5)
+
+
 # Linear attention --------------------------------------------------------------------------------
 
 
@@ -318,16 +424,12 @@ def test_a_llama_on_linear_attention_trains_under_autocast():
 def test_linear_attention_refuses_what_it_would_compute_otherwise():
     register()
     name = register(EluFeatures())
-    for kind, words in (("mistral", "a sliding window"), ("t5", "position_bias")):
-        model, given = made(kind), inputs(kind)
-        model.set_attn_implementation(name)
-        more = {"decoder_input_ids": given["input_ids"]} if kind == "t5" else {}
-        with pytest.raises(NotImplementedError, match=words):
-            model(**given, **more)
-    model = gpt_oss(layer_types=["full_attention"] * 2)
+    model, given = made("t5"), inputs("t5")
     model.set_attn_implementation(name)
-    with pytest.raises(NotImplementedError, match="s_aux"):
-        model(**inputs("llama"))
+    with pytest.raises(NotImplementedError, match="position_bias"):
+        model(**given, decoder_input_ids=given["input_ids"])
+    with pytest.raises(TypeError, match="feature_map must be given with exact_window and sinks"):
+        register(sinks=1)
     model, given = made("llama"), inputs("llama")
     model.set_attn_implementation("linattn")
     with pytest.raises(NotImplementedError, match="StateCache for exact attention"):
@@ -340,6 +442,101 @@ def test_linear_attention_refuses_what_it_would_compute_otherwise():
     model(**given, cache=cache)
     with pytest.raises(NotImplementedError, match="take tokens out of"):
         cache.crop(-1)
+    model.config.is_causal = False
+    with pytest.raises(NotImplementedError, match="StateCache where attention is not causal"):
+        model(**given, cache=StateCache())
+    model = made("mistral")
+    model.set_attn_implementation(name)
+    with pytest.raises(NotImplementedError, match=r"use StateCache\(model.config\)"):
+        model(**given, cache=StateCache())
+    model = tiny_models.made("diffllama")
+    model.set_attn_implementation(name)
+    with pytest.raises(NotImplementedError, match="attends twice to the keys of one update"):
+        model(**given, cache=StateCache())
+    model = tiny_models.made("qwen3_next")
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=r"use StateCache\(model.config\)"):
+        model(**given, cache=StateCache())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "kimi_linear", "falcon_h1", "gpt_oss"])
+def test_states_of_hybrid_models(family):
+    """Other layers keep their own states, or the keys of a window; Kimi expands keys afterwards."""
+    model, given = tiny_models.made(family), inputs("llama")
+    model.set_attn_implementation(register(EluFeatures()))
+    cache = StateCache(model.config)
+    tokens = model.generate(**given, **GREEDY, max_new_tokens=8)
+    assert_array_equal(model.generate(**given, **GREEDY, max_new_tokens=8, cache=cache), tokens)
+    states = [layer.state for layer in cache.layers if hasattr(layer, "attended")]
+    assert states
+    assert {state.length for state in states} == {15 + 7}
+    beams = model.generate(**given, **GREEDY, max_new_tokens=4, num_beams=2)
+    cache = StateCache(model.config)
+    found = model.generate(**given, **GREEDY, max_new_tokens=4, num_beams=2, cache=cache)
+    assert_array_equal(found, beams)
+
+
+def test_states_of_an_encoder_decoder():
+    model, given = tiny_models.made("bart", tf.BartForConditionalGeneration), inputs("bert")
+    model.set_attn_implementation(register(EluFeatures()))
+    tokens = model.generate(**given, **GREEDY, max_new_tokens=8)
+    cache = tf.EncoderDecoderCache(StateCache(), tf.DynamicCache())
+    assert_array_equal(model.generate(**given, **GREEDY, max_new_tokens=8, cache=cache), tokens)
+    with pytest.raises(NotImplementedError, match="EncoderDecoderCache"):
+        model(**given, decoder_input_ids=given["input_ids"], cache=StateCache())
+
+
+class Layer(torch.nn.Module):
+    """What attention is told of its layer."""
+
+    is_causal = True
+
+
+def attended(name, arrays, mask, **given):
+    query, key, value = arrays
+    attend = tf.AttentionInterface()[name]
+    return attend(Layer(), query, key, value, mask, scaling=query.shape[-1] ** -0.5, **given)[0]
+
+
+def masked(function, name, batch, length, keys, **given):
+    sizes = dict(batch_size=batch, q_length=length, kv_length=keys, mask_function=function)
+    return tf.AttentionMaskInterface()[name](**sizes, device="cpu", **given)
+
+
+def test_linear_attention_beside_sinks_and_windows():
+    """Beside the dense formula: a window is exact, a sink is a key of value 0."""
+    rng = np.random.default_rng(0)
+    length, heads = 40, 4
+    arrays = [torch.tensor(rng.standard_normal((2, h, length, 8))) for h in (heads, 2, 2)]
+    query, key, value = (x.numpy() for x in arrays)
+    key, value = (np.repeat(x, 2, 1) for x in (key, value))
+    sinks = rng.standard_normal(heads)
+    phi = PositiveFeatures(8, num_features=32, rng=0)
+    logits = np.einsum("bhid,bhjd->bhij", query, key) * 8**-0.5
+    far = phi.estimate(query, key)
+    i, j = np.arange(length)[:, None], np.arange(length)
+    near = (i // 6 == j // 6) | (i // 6 == j // 6 + 1) | (j < 2)
+    causal, window = masking_utils.causal_mask_function, 5
+    sliding = masking_utils.sliding_window_causal_mask_function(window)
+    full, exact = register(phi), register(phi, name="near", exact_window=6, sinks=2)
+    for name, function, weights in (
+        (full, causal, far * (j <= i)),
+        (exact, causal, np.where(near, np.exp(logits), far) * (j <= i)),
+        (full, sliding, np.exp(logits) * ((j <= i) & (i - j < window))),
+    ):
+        for extra in (0, np.exp(sinks)[:, None, None]):
+            out = weights @ value / (weights.sum(-1, keepdims=True) + extra)
+            given = {} if np.ndim(extra) == 0 else {"s_aux": torch.tensor(sinks)}
+            mask = masked(function, name, 2, length, length)
+            found = attended(name, arrays, mask, **given)
+            assert_allclose(found, out.swapaxes(1, 2), rtol=1e-9, atol=1e-9)
+            # One token at a time, as after a cache of keys.
+            last = [arrays[0][..., -1:, :], *arrays[1:]]
+            mask = masked(function, name, 2, 1, length, q_offset=length - 1)
+            found = attended(name, last, mask, **given, sliding_window=5 if name == full else None)
+            if function is causal and name == full:
+                continue  # As a layer with a window would be.
+            assert_allclose(found[:, 0], out[..., -1, :], rtol=1e-9, atol=1e-9)
 
 
 def test_the_gradient_of_a_normalizer_is_0_where_a_query_sees_nothing():

@@ -27,7 +27,7 @@ class Visibility(NamedTuple):
     is_flat: bool = False
     """Whether ``cu_seqlens`` go through all sequences of the batch, one after the other."""
     before: int = 0
-    """How many rows, of any numbers, are put before the queries, to make them as many as keys."""
+    """How many more queries these options need first; their rows of the output are dropped."""
 
 
 def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
@@ -44,22 +44,21 @@ def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
     if (start == start[:1]).all() and (stop == stop[:1]).all():
         start, stop = start[:1], stop[:1]
     last = int(stop.max())
-    found, before = _described(start, stop, last), last - num_queries
-    if found is None and before > 0:
-        # Chunks after a cache: queries of the keys before go along.
+    found, before = _described(start, stop, last), 0
+    if found is None and last > num_queries:
+        before = last - num_queries
+        # Chunks after a cache: put queries at the positions of the cached keys.
         rows = np.broadcast_to(np.arange(before), (len(start), before))
         start = np.concatenate([np.where(rows >= start[:, :1], start[:, :1], 0), start], -1)
         stop = np.concatenate([rows + 1, stop], -1)
         found = _described(start, stop, last)
-        if found is not None:
-            return found._replace(before=before)
-    if found is not None or len(start) == 1 or start.shape[-1] != last:
-        return found
-    # Packed sequences that differ in the batch are one line of sequences.
-    before = last * np.arange(len(start))[:, None]
-    start, stop = ((part + before).reshape(1, -1) for part in (start, stop))
-    found = _described(start, stop, start.size)
-    return None if found is None else found._replace(is_flat=True, before=max(0, before))
+    if found is None and len(start) > 1 and start.shape[-1] == last:
+        # Packed sequences that differ in the batch are one line of sequences.
+        first = last * np.arange(len(start))[:, None]
+        start, stop = ((part + first).reshape(1, -1) for part in (start, stop))
+        found = _described(start, stop, start.size)
+        found = None if found is None else found._replace(is_flat=True)
+    return None if found is None else found._replace(before=before)
 
 
 def blocks_of_rows(length: int, num_keys: int) -> Iterator[slice]:

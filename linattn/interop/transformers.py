@@ -286,7 +286,7 @@ class _Position:
 
 
 class _Difference(NamedTuple):
-    """The difference of a query's and a key's position, of which only the absolute value is used."""
+    """The difference of a query's and a key's position; only its absolute value is of use."""
 
     ahead: int
     is_absolute: bool = False
@@ -392,8 +392,8 @@ def _dense(mask: Any) -> _Said:
         else:
             options = options if length > 1 else {}
             return _Said(Visibility(options, num_keys), None if bool(keys.all()) else keys)
-    rows = lambda block: mask[:, 0, block].cpu().numpy()
-    return _Said(*_read(rows, mask.shape, mask.device, None))
+    read = _read(lambda block: mask[:, 0, block].cpu().numpy(), mask.shape, mask.device, None)
+    return _Said(*read)
 
 
 # Attention ---------------------------------------------------------------------------------------
@@ -474,11 +474,13 @@ def _refuse(problem: str, remedy: str = _EAGER) -> Any:
 def _check_sizes(mask: Any, query: Any, key: Any, cache: Any) -> None:
     found = query.shape[-2], key.shape[-2] + (cache.before if cache else 0)
     if found != tuple(mask.shape[-2:]):
-        message = (
-            f"query and key must have the lengths of the mask, {tuple(mask.shape[-2:])}, got "
-            f"{found}; a StateCache serves only models that pass on the keys of its update()"
+        problem = f"queries and keys of lengths {found} beside a mask of {tuple(mask.shape[-2:])}"
+        if cache is None:
+            _refuse(problem)
+        _refuse(
+            f"StateCache for {problem}",
+            f"{_KEYS}, or in an encoder-decoder EncoderDecoderCache(StateCache(), DynamicCache())",
         )
-        raise ValueError(message)
 
 
 def _call(
@@ -534,7 +536,7 @@ _softmax_attention = torch.compiler.disable(softmax_attention)
 
 
 def _beside_sinks(out: Any, total: Any, sinks: Any, call: _Call) -> Any:
-    """A sink is one more key, of value 0: the others keep this part of the weight."""
+    """Return outputs beside sinks: keys of value 0, with which all others share the weight."""
     sinks = sinks.to(total.dtype).reshape(*call.query.shape[-len(total.shape[1:]) - 1 : -2], 1)
     return out * torch.sigmoid(total - sinks)[..., None].to(out.dtype)
 
@@ -728,9 +730,9 @@ class StateCache(Cache):  # type: ignore[misc]
     ----------
     config : PretrainedConfig, optional
         ``model.config``, which says what each layer caches. Needed for hybrid models (Qwen3-Next,
-        Kimi-Linear, Bamba, Falcon-H1), whose other layers keep their own states, and for models with
-        sliding windows (Gemma 3, GPT-OSS), whose layers keep the keys of the window. Default: a
-        state for each layer.
+        Kimi-Linear, Bamba, Falcon-H1), whose other layers keep their own states, and for models
+        with sliding windows (Gemma 3, GPT-OSS), whose layers keep the keys of the window. Default:
+        a state for each layer.
 
     Raises
     ------
