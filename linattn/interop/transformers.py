@@ -439,7 +439,7 @@ def _attention(
     for name, array in given.items():
         if isinstance(array, torch.Tensor) and name not in _KNOWN:
             _refuse(f"keyword {name}=, which a layer gave a tensor of shape {tuple(array.shape)}")
-    cache = given.get("linattn_layer")
+    cache = given.get("linattn_layer") or getattr(key, "_linattn_layer", None)
     if isinstance(attention_mask, _Pairs):
         _check_sizes(attention_mask, query, key, cache)
         mask = attention_mask.said
@@ -621,6 +621,15 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         """Numbers of tokens: before the last update, after it, and in the state."""
 
     @property
+    def keys(self) -> Any:
+        """Raise: some models read keys without an update."""
+        return _refuse("keys in a StateCache", _KEYS)
+
+    @keys.setter
+    def keys(self, _: Any) -> None:
+        pass
+
+    @property
     def is_new(self) -> bool:
         """Whether the last tokens are not in the state yet."""
         return self.attended == self.before
@@ -634,13 +643,17 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.attended != self.length:
             message = (
                 "a StateCache must be read by linear attention of linattn, and was not by the last "
-                'tokens; use model.set_attn_implementation("linattn_linear")'
+                'tokens; use model.set_attn_implementation("linattn_linear"), and a DynamicCache for '
+                "a model whose attention cannot be chosen, which transformers warns of"
             )
             raise RuntimeError(message)
         self.is_initialized = True
         self.before, self.length = self.length, self.length + key_states.shape[-2]
-        # transformers gives the keywords of the attention to be changed in place.
+        # transformers gives the attention's keywords to be changed in place. Few models do not, and
+        # attend to these very keys.
         given.get("kwargs", {})["linattn_layer"] = self
+        key_states = key_states.view_as(key_states)
+        key_states._linattn_layer = self
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
