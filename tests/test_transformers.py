@@ -428,7 +428,7 @@ def test_linear_attention_refuses_what_it_would_compute_otherwise():
     model.set_attn_implementation(name)
     with pytest.raises(NotImplementedError, match="position_bias"):
         model(**given, decoder_input_ids=given["input_ids"])
-    with pytest.raises(TypeError, match="feature_map must be given with exact_window and sinks"):
+    with pytest.raises(TypeError, match=r"feature_map must be given with .*sinks"):
         register(sinks=1)
     model, given = made("llama"), inputs("llama")
     model.set_attn_implementation("linattn")

@@ -193,8 +193,13 @@ def _off(found: Any, wanted: Any) -> float:
 def compare(family: str, name: str, kind: Any = None) -> Case:
     """Compare logits with those of eager attention, of prompts with padding and without."""
     model = made(family, kind)
-    attend, calls, worst = tf.AttentionInterface()[name], [], 0.0
-    tf.AttentionInterface.register("counted", lambda *a, **k: calls.append(0) or attend(*a, **k))
+    attend, calls, worst = tf.AttentionInterface()[name], collections.Counter[str](), 0.0
+
+    def counted(*arrays: Any, **given: Any) -> Any:
+        calls[name] += 1
+        return attend(*arrays, **given)
+
+    tf.AttentionInterface.register("counted", counted)
     tf.AttentionMaskInterface.register("counted", tf.AttentionMaskInterface()[name])
     for given in (inputs(), inputs(padded=False)):
         found: dict[str, Any] = {}
@@ -222,7 +227,7 @@ def main(families: list[str]) -> None:
     """Compare families, and count the outcomes."""
     from linattn.interop.transformers import register
 
-    name, counts = register(), collections.Counter()
+    name, counts = register(), collections.Counter[str]()
     for kinds in KINDS.values():
         for family in [f for f in kinds if f in families or not families]:
             try:

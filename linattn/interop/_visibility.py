@@ -48,9 +48,10 @@ def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
     if found is None and last > num_queries:
         before = last - num_queries
         # Chunks after a cache: put queries at the positions of the cached keys.
-        rows = np.broadcast_to(np.arange(before), (len(start), before))
-        start = np.concatenate([np.where(rows >= start[:, :1], start[:, :1], 0), start], -1)
-        stop = np.concatenate([rows + 1, stop], -1)
+        first = start[:, :1]
+        own = np.broadcast_to(np.arange(before), (len(start), before))
+        start = np.concatenate([np.where(own < first, 0, first), start], -1)
+        stop = np.concatenate([own + 1, stop], -1)
         found = _described(start, stop, last)
     if found is None and len(start) > 1 and start.shape[-1] == last:
         # Packed sequences that differ in the batch are one line of sequences.

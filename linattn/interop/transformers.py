@@ -21,14 +21,8 @@ try:
     import torch
     import transformers
     from torch.nn.attention.flex_attention import BlockMask
-    from transformers import masking_utils
-    from transformers.cache_utils import (
-        Cache,
-        CacheLayerMixin,
-        DynamicLayer,
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionLayer,
-    )
+    from transformers import cache_utils, masking_utils
+    from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 except ImportError as error:
     message = (
         "linattn.interop.transformers needs torch and transformers, one of which is not installed: "
@@ -110,13 +104,12 @@ def register(
     >>> register(EluFeatures())
     'linattn_linear'
     """
-    near = {"exact_window": exact_window, "sinks": sinks}
-    near = {option: number for option, number in near.items() if number is not None}
+    options = {"exact_window": exact_window, "sinks": sinks}
+    near = {option: number for option, number in options.items() if number is not None}
     if feature_map is None:
         if near:
             message = (
-                f"feature_map must be given with exact_window and sinks, got {near} and no map; "
-                f"exact attention has the windows and sinks of the model"
+                f"feature_map must be given with {near}: all keys of exact attention are exact"
             )
             raise TypeError(message)
         name, attend = name or "linattn", _softmax
@@ -160,7 +153,7 @@ class _Pairs(BlockMask):  # type: ignore[misc]
     __getitem__ = __invert__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _computed
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __bool__ = _computed
     __and__ = __rand__ = __or__ = __ror__ = __iter__ = __len__ = __torch_function__ = _computed
-    __hash__ = object.__hash__
+    __hash__, __repr__, __str__ = object.__hash__, object.__repr__, object.__repr__
 
     def __init__(self, shape: tuple[int, ...], device: Any, read: Any) -> None:
         self.shape, self.device, self._read = shape, device, read
@@ -170,12 +163,6 @@ class _Pairs(BlockMask):  # type: ignore[misc]
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
             _computed()
         raise AttributeError(name)
-
-    def __repr__(self) -> str:
-        """Show the shape."""
-        return f"_Pairs{self.shape}"
-
-    __str__ = __repr__
 
     @property
     def said(self) -> _Said:
@@ -189,39 +176,30 @@ class _Pairs(BlockMask):  # type: ignore[misc]
         return self
 
 
-def _mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    **given: Any,
-) -> Any:
+def _mask(batch_size: int, q_length: int, kv_length: int, **given: Any) -> Any:
     """Return what a layer gets as its mask. Called by transformers, with these names."""
-    padding, device = given.get("attention_mask"), given.get("device", "cpu")
+    # A static cache changes its number of tokens in place: read it before the layers do.
+    offsets = int(given.get("q_offset", 0)), given.get("kv_offset", 0)
+    padding = given.get("attention_mask")
     if padding is not None:
-        padding = masking_utils.prepare_padding_mask(padding, kv_length, kv_offset)
-        padding = padding[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        padding = masking_utils.prepare_padding_mask(padding, kv_length, offsets[1])
+        padding = padding[:, offsets[1] : offsets[1] + kv_length].to(torch.bool)
         # Values are unknown while a graph is compiled.
         if not torch.compiler.is_compiling() and bool(padding.all()):
             padding = None
-    shape = (batch_size, 1, q_length, kv_length)
-    # A static cache changes its number of tokens in place: read it before the layers do.
-    read = partial(_say, shape, (int(q_offset), kv_offset), padding, device, given)
-    return _Pairs(shape, device, read)
+    shape, device = (batch_size, 1, q_length, kv_length), given.get("device", "cpu")
+    how = {name: given[name] for name in ("mask_function", "use_vmap", "device") if name in given}
+    return _Pairs(shape, device, partial(_say, shape, offsets, padding, device, how))
 
 
-def _say(shape: Any, offsets: Any, padding: Any, device: Any, given: dict[str, Any]) -> _Said:
+def _say(shape: Any, offsets: Any, padding: Any, device: Any, how: dict[str, Any]) -> _Said:
     """Read a mask of transformers from its function: by symbols, or else row by row."""
-    bounds = _bounds_of(given["mask_function"])
-    is_window = bounds is not None and bounds.low > -_FAR
-    seen = None
-    if bounds is not None:
-        seen = _band(bounds, *shape[-2:], offsets[0] - offsets[1])
+    bounds = _bounds_of(how["mask_function"])
+    seen = None if bounds is None else _band(bounds, shape, offsets[0] - offsets[1])
     if seen is None:
-        rows = partial(_rows, shape, offsets, device, given)
+        rows = partial(_rows, shape, offsets, how)
         seen, padding = _read(rows, shape, device, padding)
-    return _Said(seen, padding, is_window)
+    return _Said(seen, padding, bounds is not None and bounds.low > -_FAR)
 
 
 _FAR = 1 << 60
@@ -246,72 +224,67 @@ class _Bounds(NamedTuple):
 
 
 class _Position:
-    """An unknown position: a function of masks that is called with it returns bounds, or raises.
+    """A sum of unknown positions: ``terms`` are the numbers of keys and of queries, and a constant.
 
-    A compiled graph can do so, where values of the function would be tensors that it cannot read.
+    A function of masks that is called with positions returns bounds, or raises. A compiled graph
+    can do so, where values of the function would be tensors that it cannot read.
     """
 
-    def __init__(self, is_key: bool, ahead: int = 0) -> None:
-        self.is_key, self.ahead = is_key, ahead
+    def __init__(self, *terms: int) -> None:
+        self.terms = terms
 
     def new_ones(self, *_: Any, **__: Any) -> _Bounds:
         """Return bounds that hide nothing."""
         return _Bounds()
 
-    def _to(self, query: _Position) -> int:
-        if not self.is_key or query.is_key:
-            raise TypeError
-        return query.ahead - self.ahead
-
-    def __sub__(self, other: Any) -> Any:
-        if isinstance(other, int):
-            return _Position(self.is_key, self.ahead - other)
-        return _Difference(self._to(other) if self.is_key else other._to(self))
-
-    def __le__(self, query: Any) -> _Bounds:
-        return _Bounds(high=self._to(query))
-
-    def __gt__(self, query: Any) -> _Bounds:
-        return _Bounds(low=self._to(query) + 1)
+    def __sub__(self, other: Any) -> _Position:
+        terms = (0, 0, other) if isinstance(other, int) else other.terms
+        return _Position(*(a - b for a, b in zip(self.terms, terms, strict=True)))
 
     def __ge__(self, other: Any) -> _Bounds:
-        if other != 0 or self.ahead:
+        *signs, ahead = (self - other).terms
+        if signs == [1, -1]:
+            return _Bounds(low=-ahead)
+        if signs == [-1, 1]:
+            return _Bounds(high=ahead)
+        if min(*signs, ahead) < 0:
             raise TypeError
-        return _Bounds()
+        return _Bounds()  # Positions are not negative.
+
+    def __gt__(self, other: Any) -> Any:
+        return self - 1 >= other
+
+    def __le__(self, other: Any) -> Any:
+        return _Position(0, 0, 0) - (self - other) >= 0
+
+    def __abs__(self) -> _Size:
+        return _Size(self)
 
     def __eq__(self, other: object) -> bool:
         raise TypeError
 
-    __hash__ = None  # type: ignore[assignment]
 
+class _Size(NamedTuple):
+    """The absolute value of a difference of positions."""
 
-class _Difference(NamedTuple):
-    """The difference of a query's and a key's position; only its absolute value is of use."""
-
-    ahead: int
-    is_absolute: bool = False
-
-    def __abs__(self) -> _Difference:
-        return _Difference(self.ahead, True)
+    of: _Position
 
     def __le__(self, width: Any) -> Any:
-        if self.ahead or not self.is_absolute:
-            raise TypeError
-        return _Bounds(-width, width)
+        return (self.of <= width) & (self.of >= -width)
 
 
 def _bounds_of(function: Any) -> _Bounds | None:
     """Return the bounds that a function of masks stands for, None for any other function."""
     try:
-        found = function(None, None, _Position(False), _Position(True))
+        found = function(None, None, _Position(0, 1, 0), _Position(1, 0, 0))
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return None
     return found if isinstance(found, _Bounds) else None
 
 
-def _band(bounds: _Bounds, length: int, num_keys: int, offset: int) -> Visibility | None:
+def _band(bounds: _Bounds, shape: Any, offset: int) -> Visibility | None:
     """Return the options of bounds, with the first query at position ``offset`` of the keys."""
-    low, high = bounds[:2]
+    (low, high, _), (length, num_keys) = bounds, shape[-2:]
     left = None if offset + length + low <= 1 else -low
     if left is None and offset + 1 + high >= num_keys:
         return Visibility({}, num_keys)
@@ -326,19 +299,12 @@ def _band(bounds: _Bounds, length: int, num_keys: int, offset: int) -> Visibilit
     return None
 
 
-def _rows(shape: Any, offsets: Any, device: Any, given: dict[str, Any], block: slice) -> Any:
+def _rows(shape: Any, offsets: Any, how: dict[str, Any], block: slice) -> Any:
     """Evaluate a mask of transformers for some queries, (batch or 1, queries, S)."""
-    rows = masking_utils.sdpa_mask(
-        shape[0],
-        block.stop - block.start,
-        shape[-1],
-        offsets[0] + block.start,
-        offsets[1],
-        mask_function=given["mask_function"],
-        allow_is_causal_skip=False,
-        use_vmap=given.get("use_vmap", False),
-        device=device,
-    )
+    sizes = shape[0], block.stop - block.start, shape[-1], offsets[0] + block.start, offsets[1]
+    rows = masking_utils.sdpa_mask(*sizes, allow_is_causal_skip=False, **how)
+    if type(rows) is not torch.Tensor:
+        _refuse("masks read from values, in an exported graph", "give it an attention_mask")
     # The same for all of a batch: a view of one.
     rows = rows if rows.stride(0) else rows[:1]
     return rows[:, 0].cpu().numpy()
@@ -576,7 +542,7 @@ def _linear(feature_map: FeatureMap, near: dict[str, int], call: _Call) -> Any:
     factor = call.scale * query.shape[-1] ** 0.5
     arrays = (query if abs(factor - 1) < 1e-6 else query * factor, call.key, call.value)
     if cache is not None:
-        _check_stream(call, near)
+        _check_stream(call, cache, near)
         options |= {"is_causal": True, "initial_state": cache.state, "return_state": True}
     elif near and query.shape[-2] == 1:
         options["is_causal"] = "lower_right"
@@ -591,11 +557,11 @@ def _linear(feature_map: FeatureMap, near: dict[str, int], call: _Call) -> Any:
     return out if sinks is None else _beside_sinks(out, rest[-1], sinks, call)
 
 
-def _check_stream(call: _Call, near: Any) -> None:
+def _check_stream(call: _Call, cache: _StateLayer, near: Any) -> None:
     """Check that a state can hold what this layer has seen."""
     for problem, is_there in {
         "with exact_window": near,
-        "where a layer attends twice to the keys of one update": not call.cache.is_new,
+        "where a layer attends twice to the keys of one update": cache.attended != cache.before,
         "where a query sees not all keys before it": "row" in call.options,
         "where attention is not causal": call.query.shape[-2] > 1
         and not call.options.get("is_causal"),
@@ -608,14 +574,14 @@ def _check_stream(call: _Call, near: Any) -> None:
 # Cache -------------------------------------------------------------------------------------------
 
 
-class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
+class _StateLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """The state of one layer."""
 
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *options: Any) -> None:
+        super().__init__(*options)
         self.state: State | None = None
         self.before = self.length = self.attended = 0
         """Numbers of tokens: before the last update, after it, and in the state."""
@@ -629,11 +595,6 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
     def keys(self, _: Any) -> None:
         pass
 
-    @property
-    def is_new(self) -> bool:
-        """Whether the last tokens are not in the state yet."""
-        return self.attended == self.before
-
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: the first attention makes the state."""
         self.is_initialized = True
@@ -643,8 +604,8 @@ class _StateLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.attended != self.length:
             message = (
                 "a StateCache must be read by linear attention of linattn, and was not by the last "
-                'tokens; use model.set_attn_implementation("linattn_linear"), and a DynamicCache for '
-                "a model whose attention cannot be chosen, which transformers warns of"
+                'tokens; use model.set_attn_implementation("linattn_linear"), or a DynamicCache if '
+                "transformers warns that the model's attention cannot be chosen"
             )
             raise RuntimeError(message)
         self.is_initialized = True
@@ -724,15 +685,13 @@ class _Layers(list[Any]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index >= len(self):
             message = (
-                f"a StateCache for a model with other layers than attention must be made from its "
-                f"configuration, got StateCache() and a model that reads layer {index} before it "
-                f"is updated; use StateCache(model.config)"
+                "a StateCache must know the layers of this model; use StateCache(model.config)"
             )
             raise ValueError(message)
         return super().__getitem__(index)
 
 
-class StateCache(Cache):  # type: ignore[misc]
+class StateCache(cache_utils.Cache):  # type: ignore[misc]
     """A cache for ``model.generate`` that holds a :class:`linattn.State` for each layer.
 
     It takes the place of cached keys and values where attention is linear: its size does not grow.
@@ -778,9 +737,9 @@ class StateCache(Cache):  # type: ignore[misc]
             self.layers = _Layers()
             return
         layers = transformers.DynamicCache(config=config).layers
-        kinds = {DynamicLayer: _StateLayer, LinearAttentionAndFullAttentionLayer: _MixedLayer}
         for i, layer in enumerate(layers):
-            if type(layer) in kinds:
-                count = getattr(layer, "number_of_states", 1)
-                layers[i] = kinds[type(layer)](number_of_states=count)
+            if type(layer) is cache_utils.DynamicLayer:
+                layers[i] = _StateLayer()
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                layers[i] = _MixedLayer(layer.number_of_states)
         super().__init__(layers=layers)
