@@ -188,7 +188,8 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **given: Any) -> Any:
         if not torch.compiler.is_compiling() and bool(padding.all()):
             padding = None
     shape, device = (batch_size, 1, q_length, kv_length), given.get("device", "cpu")
-    how = {name: given[name] for name in ("mask_function", "use_vmap", "device") if name in given}
+    names = {"mask_function", "use_vmap", "device"}
+    how = {name: option for name, option in given.items() if name in names}
     return _Pairs(shape, device, partial(_say, shape, offsets, padding, device, how))
 
 
@@ -318,6 +319,8 @@ def _read(rows: Any, shape: Any, device: Any, padding: Any) -> tuple[Visibility,
         seen = _visibility.read_rows(rows, length, num_keys)
         return _refuse("masks of this pattern") if seen is None else seen, padding
     row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=device)
+    if not bool(row.any(-1).all()):
+        _refuse("masks that hide all keys")
     if bool(row.all()):
         return Visibility({}, num_keys), padding
     return Visibility({"row": True}, num_keys), row if padding is None else row & padding
