@@ -34,6 +34,7 @@ MASKS = {
     "last queries, window": (CAUSAL & (Q - K < 5))[8:],
     "empty places": np.concatenate([CAUSAL, np.zeros((12, 5), np.bool_)], -1),
     "empty places behind queries": np.concatenate([CAUSAL[7:], np.zeros((5, 5), np.bool_)], -1),
+    "last queries, chunks": (CAUSAL & (Q // 5 == K // 5))[7:],
     "one query": (CAUSAL & (Q - K < 5))[9:10],
 }
 NO_OPTIONS = {
@@ -53,6 +54,7 @@ def weights(mask):
 def shown(found, mask):
     """Return what each query sees, by attention with these options, (batch, L, S)."""
     length, keys = mask.shape[-2:]
+    length += found.before
     options = dict(found.options)
     if options.get("key_stop") is not None and np.ndim(options["key_stop"]) == 2:
         assert len(options["key_stop"]) == len(mask)
@@ -67,6 +69,7 @@ def shown(found, mask):
     if found.is_flat:
         out = out.reshape(len(mask), length, len(mask), length)
         out = np.stack([out[b, :, b] for b in range(len(mask))])
+    out = out[:, found.before :]
     return np.concatenate([out, np.zeros((*out.shape[:-1], keys - out.shape[-1]))], -1)
 
 
