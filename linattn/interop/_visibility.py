@@ -49,9 +49,9 @@ def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
         before = last - num_queries
         # Chunks after a cache: put queries at the positions of the cached keys.
         first = start[:, :1]
-        own = np.broadcast_to(np.arange(before), (len(start), before))
-        start = np.concatenate([np.where(own < first, 0, first), start], -1)
-        stop = np.concatenate([own + 1, stop], -1)
+        place = np.broadcast_to(np.arange(before), (len(start), before))
+        start = np.concatenate([np.where(place < first, 0, first), start], -1)
+        stop = np.concatenate([place + 1, stop], -1)
         found = _described(start, stop, last)
     if found is None and len(start) > 1 and start.shape[-1] == last:
         # Packed sequences that differ in the batch are one line of sequences.
