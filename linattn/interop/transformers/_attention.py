@@ -9,7 +9,7 @@ import torch
 from linattn.functional import linear_attention, softmax_attention
 from linattn.interop import torch as of_torch
 from linattn.interop.transformers._cache import StateLayer
-from linattn.interop.transformers._masks import EAGER, KEYS, MaskOfPairs, Said, given_mask, refuse
+from linattn.interop.transformers._masks import EAGER, KEYS, MaskOfPairs, Said, given_mask, reject
 from linattn.typing import FeatureMap
 
 __all__ = ["attend_in_layer", "linear", "softmax"]
@@ -51,10 +51,10 @@ def attend_in_layer(
         "output_attentions": given.get("output_attentions"),
     }.items():
         if is_there:
-            refuse(problem, f"switch it off, or {EAGER}")
+            reject(problem, f"switch it off, or {EAGER}")
     for name, array in given.items():
         if isinstance(array, torch.Tensor) and name not in _KNOWN:
-            refuse(f"keyword {name}=, which a layer gave a tensor of shape {tuple(array.shape)}")
+            reject(f"keyword {name}=, which a layer gave a tensor of shape {tuple(array.shape)}")
     cache = given.get("linattn_layer") or getattr(key, "_linattn_layer", None)
     if isinstance(attention_mask, MaskOfPairs):
         _check_sizes(attention_mask, query, key, cache)
@@ -66,7 +66,7 @@ def attend_in_layer(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     packed = given.get("cu_seq_lens_q")
     if packed is not None and len(packed) > 2 and "cu_seqlens" not in mask.seen.options:
-        refuse("cu_seq_lens_q= without position_ids=", "pass both, and use_cache=False")
+        reject("cu_seq_lens_q= without position_ids=", "pass both, and use_cache=False")
     if given.get("sliding_window"):
         mask = mask._replace(is_window=True)
     shape, before = (*query.shape[:-1], value.shape[-1]), mask.seen.before
@@ -83,8 +83,8 @@ def _check_sizes(mask: Any, query: Any, key: Any, cache: Any) -> None:
     if found != tuple(mask.shape[-2:]):
         problem = f"queries and keys of lengths {found} beside a mask of {tuple(mask.shape[-2:])}"
         if cache is None:
-            refuse(problem)
-        refuse(
+            reject(problem)
+        reject(
             f"StateCache for {problem}",
             f"{KEYS}, or in an encoder-decoder EncoderDecoderCache(StateCache(), DynamicCache())",
         )
@@ -120,9 +120,9 @@ def _call(
 def softmax(call: _Call) -> Any:
     """Exact attention, with sinks and biases of the distance where the model has them."""
     if call.cache is not None and call.mask.is_window:
-        refuse("window of exact keys in StateCache()", "use StateCache(model.config)")
+        reject("window of exact keys in StateCache()", "use StateCache(model.config)")
     if call.cache is not None:
-        refuse("StateCache for exact attention", KEYS)
+        reject("StateCache for exact attention", KEYS)
     options = {name: x for name, x in call.options.items() if name != "row"}
     options["scale"] = call.scale
     sinks, bias = call.extra["s_aux"], call.extra["position_bias"]
@@ -155,12 +155,12 @@ def _bias(bias: Any, call: _Call) -> dict[str, Any]:
         return {}
     bias = bias[..., :num_keys]
     if bias.shape[0] != 1 or call.mask.seen.before or "cu_seqlens" in call.options:
-        refuse("position_bias that differs in a batch")
+        reject("position_bias that differs in a batch")
     bias = bias[0].reshape(*call.query.shape[1:-2], length, num_keys)
     if length == 1:
         return {"key_bias": bias[..., 0, :].expand(*call.key.shape[:-2], -1)}
     if not bool((bias[..., 1:, 1:] == bias[..., :-1, :-1]).all()):
-        refuse("position_bias that is not one of the distance")
+        reject("position_bias that is not one of the distance")
     # From the distance 1 - L, in the first column, to S - 1, in the first row.
     by_distance = torch.cat([bias[..., 0].flip(-1)[..., :-1], bias[..., 0, :]], -1)
     radius = max(length, num_keys) - 1
@@ -177,7 +177,7 @@ def linear(feature_map: FeatureMap, near: dict[str, int], call: _Call) -> Any:
         return softmax(call)
     bias = call.extra["position_bias"]
     if bias is not None and (bias.requires_grad or bool(bias.any())):
-        refuse("linear attention with position_bias")
+        reject("linear attention with position_bias")
     options = {name: x for name, x in call.options.items() if name != "row"}
     query, sinks, cache = call.query, call.extra["s_aux"], call.cache
     factor = call.scale * query.shape[-1] ** 0.5
@@ -209,4 +209,4 @@ def _check_stream(call: _Call, cache: StateLayer, near: Any) -> None:
         "for packed sequences": set(call.options) - {"is_causal", "key_mask", "row"},
     }.items():
         if is_there:
-            refuse(f"StateCache {problem}", KEYS)
+            reject(f"StateCache {problem}", KEYS)

@@ -8,7 +8,7 @@ import transformers
 from transformers import cache_utils
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from linattn.interop.transformers._masks import KEYS, refuse
+from linattn.interop.transformers._masks import KEYS, reject
 from linattn.typing import State
 
 __all__ = ["StateCache", "StateLayer"]
@@ -29,7 +29,7 @@ class StateLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     @property
     def keys(self) -> Any:
         """Raise: some models read keys without an update."""
-        return refuse("keys in a StateCache", KEYS)
+        return reject("keys in a StateCache", KEYS)
 
     @keys.setter
     def keys(self, _: Any) -> None:
@@ -93,7 +93,7 @@ class StateLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Raise: a state cannot forget its last tokens."""
         if tokens_to_remove:
-            refuse("way to take tokens out of a StateCache", KEYS)
+            reject("way to take tokens out of a StateCache", KEYS)
 
     def offload(self) -> None:
         """Stay: a state is small."""

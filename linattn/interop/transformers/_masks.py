@@ -13,13 +13,13 @@ from linattn.interop import _visibility
 from linattn.interop._bounds import WIDE, band_of, bounds_of
 from linattn.interop._visibility import Visibility
 
-__all__ = ["EAGER", "KEYS", "MaskOfPairs", "Said", "given_mask", "make_mask", "refuse"]
+__all__ = ["EAGER", "KEYS", "MaskOfPairs", "Said", "given_mask", "make_mask", "reject"]
 
 EAGER = 'use model.set_attn_implementation("eager")'
 KEYS = "use a DynamicCache"
 
 
-def refuse(problem: str, remedy: str = EAGER) -> Any:
+def reject(problem: str, remedy: str = EAGER) -> Any:
     message = f"attn_implementation must suit the model: linattn has no {problem}; {remedy}"
     raise NotImplementedError(message)
 
@@ -35,7 +35,7 @@ class Said(NamedTuple):
 
 
 def _computed(*_: Any, **__: Any) -> Any:
-    refuse("mask of pairs that a model can compute with")
+    reject("mask of pairs that a model can compute with")
 
 
 class MaskOfPairs(BlockMask):  # type: ignore[misc]
@@ -103,7 +103,7 @@ def _rows(shape: Any, offsets: Any, how: dict[str, Any], block: slice) -> Any:
     sizes = shape[0], block.stop - block.start, shape[-1], offsets[0] + block.start, offsets[1]
     rows = masking_utils.sdpa_mask(*sizes, allow_is_causal_skip=False, **how)
     if type(rows) is not torch.Tensor:
-        refuse("masks read from values, in an exported graph", "give it an attention_mask")
+        reject("masks read from values, in an exported graph", "give it an attention_mask")
     # The same for all of a batch: a view of one.
     rows = rows if rows.stride(0) else rows[:1]
     return rows[:, 0].cpu().numpy()
@@ -115,10 +115,10 @@ def _read(rows: Any, shape: Any, device: Any, padding: Any) -> tuple[Visibility,
     length, num_keys = shape[-2:]
     if length != 1:
         seen = _visibility.read_rows(rows, length, num_keys)
-        return refuse("masks of this pattern") if seen is None else seen, padding
+        return reject("masks of this pattern") if seen is None else seen, padding
     row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=device)
     if not bool(row.any(-1).all()):
-        refuse("masks that hide all keys")
+        reject("masks that hide all keys")
     if bool(row.all()):
         return Visibility({}, num_keys), padding
     return Visibility({"row": True}, num_keys), row if padding is None else row & padding
@@ -130,17 +130,17 @@ def given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> 
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and length > 1 and length != num_keys:
-            refuse(f"causal attention of {length} queries to {num_keys} keys without a mask")
+            reject(f"causal attention of {length} queries to {num_keys} keys without a mask")
         return Said(Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys))
     if mask.ndim != 4 or mask.shape[1] != 1:
-        refuse(f"masks of shape {tuple(mask.shape)}, one for each head")
+        reject(f"masks of shape {tuple(mask.shape)}, one for each head")
     if mask.dtype != torch.bool:
         is_seen = mask == 0
         if not bool((is_seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            refuse("masks of other numbers than 0 and the least one")
+            reject("masks of other numbers than 0 and the least one")
         mask = is_seen
     if not bool(mask.any()):
-        refuse("masks that hide all keys")
+        reject("masks that hide all keys")
     return _dense(mask.expand(-1, -1, length, num_keys))
 
 
