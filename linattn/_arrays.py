@@ -16,30 +16,6 @@ from numpy.typing import NDArray
 
 from linattn.typing import Array, State
 
-__all__ = [
-    "_is_ordinary",
-    "accumulation_dtype",
-    "are_ordinary",
-    "as_autocast",
-    "autocast_dtype",
-    "caller_level",
-    "cast_floats",
-    "device_array",
-    "dtype_bits",
-    "has_float64",
-    "inspected",
-    "is_exact",
-    "is_lazy",
-    "is_sparse_tensor",
-    "kinds",
-    "library_name",
-    "namespace",
-    "not_supported",
-    "on_array_device",
-    "to_numpy",
-    "with_autocast",
-]
-
 _namespaces: dict[type, ModuleType] = {}
 _MARK = "linattn: without autocast"
 """Key in the metadata of the steps of torch's backward pass."""

@@ -24,31 +24,6 @@ from linattn._arrays import (
 )
 from linattn.typing import Array, FeatureMap, Features, State
 
-__all__ = [
-    "check_array",
-    "check_arrays",
-    "check_cotangent",
-    "check_cu_seqlens",
-    "check_features",
-    "check_finite_number",
-    "check_flag",
-    "check_integers",
-    "check_key_bias",
-    "check_key_lengths",
-    "check_key_mask",
-    "check_leading_axes",
-    "check_like_key",
-    "check_log_decay",
-    "check_log_weights",
-    "check_parameter",
-    "check_positive_int",
-    "check_state",
-    "check_state_decay",
-    "check_state_record",
-    "check_together",
-    "check_token_numbers",
-]
-
 
 def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
     if _is_ordinary(array) and array.ndim:

@@ -19,21 +19,6 @@ import numpy as np
 from linattn import _arrays, _generic, _settings
 from linattn.typing import Declined, Problem, WholeTier
 
-__all__ = [
-    "BlockFunctions",
-    "Choice",
-    "Explanation",
-    "block_functions",
-    "explain",
-    "find",
-    "is_declined",
-    "limited_threads",
-    "note",
-    "registered_backends",
-    "whole_function",
-    "without_backends",
-]
-
 GROUP = "linattn.backends"
 
 # Not in each Explanation, which could not be copied.

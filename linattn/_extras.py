@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["remedy"]
-
 
 def remedy(*extras: str) -> str:
     """Return the command that installs an extra, or one of several."""

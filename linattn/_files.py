@@ -17,16 +17,6 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from zipfile import ZipFile
 
-__all__ = [
-    "Arrays",
-    "Format",
-    "Path",
-    "StateFileError",
-    "check_target",
-    "checked_path",
-    "write_bytes",
-]
-
 Path: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from linattn import _checks
 
-__all__ = ["Settings", "changed", "config", "current_settings", "shown", "use_settings"]
-
 
 class Settings(NamedTuple):
     """The settings in force (:func:`config`)."""

@@ -24,8 +24,6 @@ from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
 
-__all__ = ["Gradients", "checkpoints_for", "pull"]
-
 SOURCES = {"two-sided": 2, "window": 2}
 """Sources of a row that are pulled back apart; a window has one more where keys follow queries."""
 

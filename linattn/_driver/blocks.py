@@ -32,35 +32,6 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = [
-    "Name",
-    "OutputRows",
-    "add_block",
-    "add_key_blocks",
-    "block_slices",
-    "change_keys",
-    "decay_blocks",
-    "decay_of_rows",
-    "flat_rows",
-    "in_blocks",
-    "in_map_coordinates",
-    "key_block",
-    "key_blocks",
-    "numerators",
-    "raw_tokens",
-    "rows_at",
-    "split",
-    "take",
-    "take_problem",
-    "take_rows",
-    "take_state",
-    "task_index",
-    "task_name",
-    "token_block",
-    "total_decay",
-    "values_and_one_block",
-]
-
 
 def block_slices(length: int, size: int) -> Iterator[slice]:
     for start in range(0, length, size):

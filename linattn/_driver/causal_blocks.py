@@ -42,8 +42,6 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["MAX_DECLINED_TOKENS", "RowsSoFar", "causal_block", "rows_from_the_end"]
-
 UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512

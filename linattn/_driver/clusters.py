@@ -33,8 +33,6 @@ from linattn._driver.pairs import Read, no_keys_seen
 from linattn._generic.hierarchical import pad
 from linattn.typing import Array, Clusters, Index, Partial, Problem, State, Tokens
 
-__all__ = ["AssignedKeys", "ChosenKeys", "ExactClusters", "choosing_by_sinks", "sort_keys"]
-
 
 @dataclass(frozen=True)
 class ExactClusters:

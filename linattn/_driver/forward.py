@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     # Loads threads, which a forward pass alone does not need.
     from linattn._driver.gradient_rows import Checkpoints
 
-__all__ = ["inspects_signs", "solve", "solve_in_parts", "step"]
-
 
 class _Solved(NamedTuple):
     output: Array

@@ -20,15 +20,6 @@ from linattn._driver.walks import Step
 from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
 from linattn.typing import Array, Cotangent, Index, Problem, State
 
-__all__ = [
-    "MAX_STATES",
-    "Checkpoints",
-    "GradientRows",
-    "GradientWalk",
-    "empty_adjoint",
-    "states_before",
-]
-
 
 class _OrderedSum:
     """The shares of one block of rows, in a fixed order; shares may arrive in any order."""

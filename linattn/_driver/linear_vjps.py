@@ -38,8 +38,6 @@ from linattn._generic.decay import decay_until, fade, weighed
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Array, Partial, RowScale, State, Tokens
 
-__all__ = ["Scan", "decay_gradient", "given_rows", "pull_linear", "row_numbers"]
-
 MAX_ROWS = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
 

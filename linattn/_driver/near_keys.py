@@ -44,8 +44,6 @@ from linattn.typing import (
 )
 from linattn.typing._shifts import largest
 
-__all__ = ["Cancelled", "Exchange", "Sinks", "without_sinks", "without_window"]
-
 MAX_SHARE = 4.0
 """Largest accepted ratio of a row's subtracted weights to its denominator after the exchange."""
 

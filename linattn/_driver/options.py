@@ -10,19 +10,6 @@ from numpy.typing import NDArray
 from linattn import _checks
 from linattn.typing import Array, State, Visible
 
-__all__ = [
-    "GradientOptions",
-    "InteropOptions",
-    "Options",
-    "SoftmaxOptions",
-    "WindowOptions",
-    "check_one_sequence",
-    "check_stop_axes",
-    "pairs_tokens",
-    "visibility",
-    "with_local_window",
-]
-
 
 class _KeyOptions(TypedDict, total=False):
     """Which keys a query sees, and what they weigh."""

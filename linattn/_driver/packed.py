@@ -29,8 +29,6 @@ from linattn._driver.specs import for_sequences
 from linattn._driver.walks import run_tasks
 from linattn.typing import Array, Cotangent, Index, Partial, Problem, RelativeBias, State
 
-__all__ = ["Batch", "PackedRows", "batches", "join_sequences", "join_states", "solve_short"]
-
 MAX_BATCH_ELEMENTS = 1 << 21
 """Numbers of the queries, keys and values that are copied for one batch."""
 

@@ -24,8 +24,6 @@ from linattn._driver.walks import Step
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Array, Exact, State
 
-__all__ = ["pull_exact", "pull_window"]
-
 MAX_ROWS = 512
 """Most queries and most keys of a step, whose pairs are all in memory."""
 

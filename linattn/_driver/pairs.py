@@ -21,27 +21,6 @@ from linattn._driver.blocks import in_map_coordinates, raw_tokens, values_and_on
 from linattn._generic.exact import exact_pairs, in_band
 from linattn.typing import Array, Exact, Partial, Problem, RelativeBias, State, Tokens
 
-__all__ = [
-    "Pairs",
-    "Read",
-    "Source",
-    "band",
-    "bias_block",
-    "biased_keys",
-    "biased_queries",
-    "exact_keys",
-    "is_banded",
-    "join",
-    "keys_of_rows",
-    "no_keys_seen",
-    "offset",
-    "offset_bias",
-    "pairs_of",
-    "rows_of_keys",
-    "seen_by_all",
-    "visible_pairs",
-]
-
 
 class Pairs(NamedTuple):
     """A source: keys that a block of queries weighs exactly."""

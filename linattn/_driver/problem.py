@@ -48,17 +48,6 @@ from linattn.typing import (
     Visible,
 )
 
-__all__ = [
-    "check_feature_map",
-    "check_pairing",
-    "exact_problem",
-    "linear_problem",
-    "map_specs",
-    "num_features_of",
-    "of_one_token",
-    "step_problem",
-]
-
 
 def check_feature_map(feature_map: Any) -> None:
     """Check that an object is a feature map (and not, say, the class of one)."""

@@ -40,8 +40,6 @@ from linattn._generic.exact import beside
 from linattn._generic.hierarchical import exact_causal_block
 from linattn.typing import Array, Exact, Partial, Problem, Tokens
 
-__all__ = ["short_rows", "softmax_rows"]
-
 MAX_PAIRS = 2**19
 """Pairs of one step, on which the memory of it depends."""
 

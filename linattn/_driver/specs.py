@@ -35,17 +35,6 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = [
-    "for_blocks",
-    "for_sequences",
-    "innermost",
-    "is_column_normalized",
-    "peel_affine",
-    "read_spec",
-    "read_spec_vjp",
-    "select_rows",
-]
-
 
 def innermost(spec: MapSpec) -> Spec:
     """Spec that blocks are evaluated by."""

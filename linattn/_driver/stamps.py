@@ -13,18 +13,6 @@ from linattn import _arrays
 from linattn._driver.blocks import total_decay
 from linattn.typing import Array, FeatureMap, Problem, State
 
-__all__ = [
-    "axes_behind_first",
-    "broadcast_decay",
-    "check_map_of_state",
-    "check_sequences",
-    "known_integer",
-    "known_sequences",
-    "map_fingerprint",
-    "short_fingerprint",
-    "stamped",
-]
-
 
 def known_integer(value: Any) -> int | None:
     """Return an integer that a state carries, None for none or one that cannot be read.

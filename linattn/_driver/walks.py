@@ -45,24 +45,6 @@ from linattn._driver.specs import innermost, read_spec, select_rows
 from linattn._driver.window import window_rows
 from linattn.typing import Array, Index, Opaque, Partial, Plan, Problem, State
 
-__all__ = [
-    "WALKS",
-    "Positions",
-    "Step",
-    "Walk",
-    "head_tasks",
-    "initial_state",
-    "join_tasks",
-    "planned",
-    "read_blocks",
-    "run_tasks",
-    "run_walk",
-    "scan_blocks",
-    "state_updates",
-    "steps_of",
-    "update",
-]
-
 Read: TypeAlias = Callable[[Array], Array | None]
 """``read(out)`` writes divided rows into ``out`` and returns None, or returns the rows."""
 

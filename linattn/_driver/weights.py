@@ -25,15 +25,6 @@ from linattn.typing import (
     Weights,
 )
 
-__all__ = [
-    "check_reach",
-    "check_relative_bias",
-    "check_sinks",
-    "exact_keys",
-    "mask_and_bias",
-    "weights_of",
-]
-
 
 def weights_of(
     xp: ModuleType, arrays: Sequence[Array], dtype: Any, options: Options, sees: Visible

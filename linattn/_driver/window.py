@@ -47,8 +47,6 @@ from linattn._generic.prefix_states import (
 )
 from linattn.typing import Array, Partial, Problem, State, Tokens
 
-__all__ = ["window_rows"]
-
 FAN_OUT = 64
 """Parts of a run of groups at each level of a division; the state after each part is held."""
 

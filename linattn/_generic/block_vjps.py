@@ -17,26 +17,6 @@ from linattn._generic.numerics import exp_or_zero, finite_shift, flushed, rescal
 from linattn._generic.states import by_feature, read
 from linattn.typing import Array, Exact, Features, Partial, RowScale, Spec, State, Tokens
 
-__all__ = [
-    "Rows",
-    "Side",
-    "absorb_rows",
-    "adjoint_cotangent",
-    "divided_rows",
-    "exact_vjp",
-    "inner_products",
-    "numerator_rows",
-    "read_block_vjp",
-    "read_by",
-    "read_rows_vjp",
-    "reduce_block_vjp",
-    "row_cotangent",
-    "row_scale",
-    "row_sum",
-    "times_values",
-]
-
-
 # Rows -------------------------------------------------------------------------------------------
 
 

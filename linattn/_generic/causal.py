@@ -9,8 +9,6 @@ from linattn._generic.numerics import FAINT, flushed, lift_of, rescaled
 from linattn._generic.states import absorb, by_feature, key_weights, query_weights
 from linattn.typing import Array, Features, Partial, Spec, State, Tokens
 
-__all__ = ["scan_block", "scan_decayed_block"]
-
 
 def scan_block(
     query_spec: Spec,

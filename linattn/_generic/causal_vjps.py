@@ -33,8 +33,6 @@ from linattn._generic.numerics import exp_or_zero, finite_shift, flushed
 from linattn._generic.states import by_feature
 from linattn.typing import Array, Features, Spec, State, Tokens
 
-__all__ = ["BlockGradients", "CausalBlock", "Triangle", "scan_vjp"]
-
 
 def scan_vjp(
     query_spec: Spec,

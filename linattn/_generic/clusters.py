@@ -31,8 +31,6 @@ from linattn.typing import (
 )
 from linattn.typing._shifts import largest
 
-__all__ = ["assign_block", "choose_block", "clusters_block"]
-
 
 def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Array, state: State

@@ -33,13 +33,6 @@ from linattn._generic.states import absorb, combine, merge, read
 from linattn.typing import Array, ColumnNormalized, Features, Partial, Problem, Spec, State, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "column_normalized_vjp",
-    "normalize_state",
-    "normalize_state_vjp",
-    "scan_column_normalized",
-]
-
 
 def normalize_state(state: State) -> State:
     """Divide each feature by its own normalizer: kvz becomes ``[mean value, 1]`` on log scale 0.

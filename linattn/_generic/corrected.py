@@ -9,8 +9,6 @@ from linattn._generic.numerics import LEAST, finite_shift, rescaled
 from linattn.typing import Corrected, Partial, State
 from linattn.typing._shifts import largest
 
-__all__ = ["guard", "widen_state"]
-
 LARGEST_RATIO = 2
 """Largest ratio, either way, of the corrected denominator to the uncorrected one."""
 

@@ -12,8 +12,6 @@ from linattn._arrays import namespace
 from linattn.typing import Array, Features, State, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = ["decay_since", "decay_until", "fade", "faded_keys", "faded_rows", "near", "weighed"]
-
 
 def decay_since(log_decay: Array) -> Array:
     """Log decay from the start of a block up to each of its tokens, the token's own included."""

@@ -13,15 +13,6 @@ from linattn._generic.states import combine
 from linattn.typing import Array, Exact, Partial, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "band_block",
-    "beside",
-    "exact_block",
-    "exact_more",
-    "exact_pairs",
-    "in_band",
-]
-
 
 def exact_block(
     spec: Exact,

@@ -17,8 +17,6 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["change_coordinates_vjp", "check_differentiable", "features_vjp", "sum_to"]
-
 
 def check_differentiable(spec: MapSpec, feature_map: object) -> None:
     """Raise NotImplementedError, naming the reason, if a map has no rule for its derivative."""

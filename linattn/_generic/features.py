@@ -27,8 +27,6 @@ from linattn.typing import (
 )
 from linattn.typing._shifts import largest
 
-__all__ = ["change_coordinates", "evaluate", "query_features", "row_features", "scaled_features"]
-
 SMALL_VALUE = 2.0**-40
 """Of a feature, beside the largest of its row: below, products with it may not be normal."""
 

@@ -18,19 +18,6 @@ from linattn._generic.states import absorb, combine, read
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "exact_causal_block",
-    "left_or_right",
-    "level_sizes",
-    "pad",
-    "pad_features",
-    "read_diagonal",
-    "read_features_hierarchical",
-    "scan_features_hierarchical",
-    "scan_hierarchical",
-    "scatter_right",
-]
-
 
 def left_or_right(x: Array, half: int, side: int) -> Array:
     """Left (0) or right (1) halves of all runs of ``2 half`` tokens: a new axis before -2."""

@@ -11,21 +11,6 @@ import numpy as np
 from linattn._arrays import dtype_bits, namespace
 from linattn.typing import Array
 
-__all__ = [
-    "DECAYED",
-    "FAINT",
-    "LEAST",
-    "LIFT",
-    "NORMAL",
-    "divisor",
-    "exp_or_zero",
-    "finite_shift",
-    "flushed",
-    "ignore_fp_warnings",
-    "lift_of",
-    "rescaled",
-]
-
 ignore_fp_warnings = partial(
     np.errstate, over="ignore", under="ignore", invalid="ignore", divide="ignore"
 )

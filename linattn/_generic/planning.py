@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 from linattn.typing import Index, Plan, Problem
 
-__all__ = ["plan", "run_in_order"]
-
 # Blocks of 256 tokens keep a block of features near the cache; a causal block also pays for its
 # n x n triangle, and a block that cannot be checked pays log2(n) levels.
 FULL_BLOCK = 256

@@ -8,17 +8,6 @@ from linattn._generic.states import merge
 from linattn.typing import Array, State
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "blocks_of",
-    "flip",
-    "prefix_merge",
-    "stack_states",
-    "state_at",
-    "weighted",
-    "with_block_axis",
-]
-
-
 MAX_LOG_SPAN = 20.0
 """Logs of a feature that differ by no more than this may share one scale: nothing underflows."""
 

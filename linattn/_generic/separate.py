@@ -9,8 +9,6 @@ from linattn._generic.numerics import finite_shift
 from linattn._generic.states import by_feature
 from linattn.typing import Array, Features, Partial, SeparateDenominator, Spec, State, Tokens
 
-__all__ = ["scan_separate", "separate_state"]
-
 
 def separate_state(state: State) -> State:
     """Zero the weights in the first half of the features, and the values in the second."""

@@ -10,8 +10,6 @@ from linattn._generic.hierarchical import scan_hierarchical
 from linattn._generic.states import empty_state, read_block, reduce_block
 from linattn.typing import Array, Partial, Spec, Tokens
 
-__all__ = ["sequences_block"]
-
 
 def sequences_block(
     query_spec: Spec,

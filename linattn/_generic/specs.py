@@ -36,8 +36,6 @@ from linattn.typing import (
 )
 from linattn.typing._shifts import largest
 
-__all__ = ["exponential_row", "exponents", "nan_if_infinite", "rules_of", "spec_axes", "spec_lead"]
-
 
 class SpecRules(NamedTuple):
     """Rules of one class of specs.

@@ -14,24 +14,6 @@ from linattn._generic.numerics import FAINT, LEAST, exp_or_zero, finite_shift, f
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "absorb",
-    "by_feature",
-    "combine",
-    "divide",
-    "empty_state",
-    "key_weights",
-    "log_normalizer",
-    "merge",
-    "query_weights",
-    "read",
-    "read_block",
-    "read_output",
-    "reduce_block",
-    "reduce_values",
-    "values_block",
-]
-
 
 def empty_state(lead: tuple[int, ...], m: int, e: int, like: Array) -> State:
     """Return the identity of :func:`merge`, in the namespace, dtype and device of an array."""

@@ -18,19 +18,6 @@ from linattn._arrays import dtype_bits, namespace
 from linattn._generic.numerics import ignore_fp_warnings
 from linattn.typing import Array, Declined, Problem, Recurrence
 
-__all__ = [
-    "TokenUnit",
-    "in_units",
-    "is_moderate",
-    "numerators_times",
-    "recurrence_in_units",
-    "times_power",
-    "token_times",
-    "token_unit",
-    "unit_log",
-    "value_log",
-]
-
 SMALL = 2.0**-20
 """An array whose largest absolute number is at least this is not small."""
 

@@ -28,8 +28,6 @@ from linattn._recurrence.decay import (
 )
 from linattn.typing import Array
 
-__all__ = ["Chunks", "Gradients", "pull_back_chunks", "scan_chunks"]
-
 
 class Chunks(NamedTuple):
     """Tokens of a group, ``(..., g, c, d)``, the query multiplied by the scale."""

@@ -20,18 +20,6 @@ from linattn._arrays import namespace
 from linattn._generic.numerics import DECAYED, exp_or_zero
 from linattn.typing import Array
 
-__all__ = [
-    "Decay",
-    "chunk_decay",
-    "cross_blocks",
-    "join_blocks",
-    "no_decay",
-    "one_part",
-    "products",
-    "products_vjp",
-    "triangle",
-]
-
 
 class Decay(NamedTuple):
     """Factors of a chunk of c tokens, for one number a token (w = 1) or one a key channel (w = d).

@@ -10,8 +10,6 @@ from typing import Any
 from linattn import _arrays, _checks, _settings
 from linattn.typing import Array, Recurrence
 
-__all__ = ["RULES", "recurrence_problem", "sequences"]
-
 RULES = ("linear", "gated", "delta", "gated_delta")
 GATED_RULES = ("gated", "gated_delta")
 DELTA_RULES = ("delta", "gated_delta")

@@ -17,8 +17,6 @@ from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences
 from linattn.typing import Array, Recurrence
 
-__all__ = ["pull_back", "solve", "solve_for_pullback", "step"]
-
 GROUP_SIZE = 2**18
 """Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
 

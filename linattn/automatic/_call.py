@@ -46,8 +46,6 @@ from linattn.automatic._search import (
 from linattn.automatic._tokens import HostTokens, Rectangle, Rows, Total
 from linattn.typing import Array, Problem
 
-__all__ = ["Call"]
-
 Floats = NDArray[Any]
 
 LEVELS_NEAR = 3

@@ -8,28 +8,6 @@ from typing import Any, NamedTuple, Self
 
 from linattn.typing import Problem
 
-__all__ = [
-    "ALONE",
-    "CALLS",
-    "DRAWS",
-    "LEAST_LOG",
-    "LLOYD_STEPS",
-    "MAX_PROMISED",
-    "MAX_VAIN",
-    "MIN_FEATURES",
-    "MIN_HELD_OUT",
-    "ROWS",
-    "SAMPLED_KEYS",
-    "Work",
-    "causal_rows_work",
-    "cost_of",
-    "exact_pairs",
-    "fit_work",
-    "may_be_in_vain",
-    "num_rows_of",
-    "read_work",
-]
-
 # ``python -m benchmarks.constants`` prints costs with half and with twice of each constant. Where
 # a cost is named without an input, it is the geometric mean over calls of MiniLM (two kinds of
 # text), Whisper, photographs, colours and heavy tails, 9,216 tokens, on 27 November 2026.

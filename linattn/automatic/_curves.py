@@ -17,8 +17,6 @@ from linattn.automatic._costs import LEAST_LOG
 from linattn.automatic._fit import TILE, Clusters
 from linattn.automatic._tokens import Head
 
-__all__ = ["PROBABILITY", "ErrorCurve", "error_curve"]
-
 Floats = NDArray[Any]
 
 PROBABILITY = 0.95

@@ -18,8 +18,6 @@ from linattn.automatic._costs import ALONE, DRAWS, LLOYD_STEPS, SAMPLED_KEYS
 from linattn.automatic._tokens import Head, about_mean, draw
 from linattn.feature_maps._clusters import centroids, nearest
 
-__all__ = ["TILE", "Clusters"]
-
 Floats = NDArray[Any]
 
 TILE = 1 << 17

@@ -15,8 +15,6 @@ from linattn.automatic._tokens import HostTokens, Rectangle, Rows, causal_rows, 
 from linattn.functional import softmax_attention
 from linattn.typing import Array, Problem
 
-__all__ = ["Given", "Heads", "Places", "rows_of"]
-
 Places = slice | NDArray[np.intp]
 
 

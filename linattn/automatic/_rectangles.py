@@ -26,8 +26,6 @@ from linattn.feature_maps import LandmarkFeatures
 from linattn.merging import merge_outputs
 from linattn.typing import Array, Problem, State
 
-__all__ = ["Choices", "attend", "rectangles_of"]
-
 Choices = dict[Rectangle, Choice]
 """Clusters of one head; it is exact elsewhere."""
 

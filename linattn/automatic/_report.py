@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from linattn.automatic._costs import Work, exact_pairs
 from linattn.typing import Problem
 
-__all__ = ["AttentionReport", "HeadRecord", "make_report"]
-
 
 class AttentionReport(NamedTuple):
     """Methods, errors and costs of one call of :func:`linattn.attention`.

@@ -22,8 +22,6 @@ from linattn.automatic._curves import ErrorCurve
 from linattn.automatic._fit import Clusters
 from linattn.typing import Problem
 
-__all__ = ["LEVELS", "MARGIN", "UNCHECKED", "Choice", "Trial", "search"]
-
 LEVELS = (*range(5), *range(6, 25, 2), *range(28, 49, 4), *range(56, 81, 8), 96, 112, 128)
 """Numbers of exact clusters to choose from: at most half of the clusters. From 12 on each is larger
 than the one before it by a fifth at most."""

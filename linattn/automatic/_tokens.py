@@ -12,8 +12,6 @@ from linattn.automatic._costs import LEAST_LOG, ROWS
 from linattn.diagnostics._shared import error_and_bound, mean_distance
 from linattn.typing import Array, Problem
 
-__all__ = ["Head", "HostTokens", "Rectangle", "Rows", "Total", "about_mean", "causal_rows", "draw"]
-
 Floats = NDArray[Any]
 
 

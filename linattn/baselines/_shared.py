@@ -16,23 +16,6 @@ from linattn._generic.numerics import finite_shift, ignore_fp_warnings
 from linattn.typing import Array, ArrayT
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "Inputs",
-    "alike",
-    "attend",
-    "attend_to",
-    "causal_only",
-    "check_matrix",
-    "full_only",
-    "heads",
-    "hide_later",
-    "logits_of",
-    "one_hot",
-    "prepare",
-    "segment_means",
-    "softmax",
-]
-
 MAX_GATHERED = 1 << 22
 """Numbers of keys and values that are gathered at once."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from linattn import _arrays, _generic
 from linattn.typing import Array, Partial
 
-__all__ = ["Entries", "Moments", "add_queries", "gumbel_noise", "joined", "read", "reduce"]
-
 JITTER = 1e-6
 """Added to the covariance of the queries, times their mean variance over the axes."""
 

@@ -16,18 +16,6 @@ from linattn._files import Arrays, Format
 from linattn.coreset._entries import Entries, Moments
 from linattn.typing import Array, Problem
 
-__all__ = [
-    "ARRAYS",
-    "FORMAT",
-    "Stream",
-    "arrays_of",
-    "begin",
-    "block_tokens",
-    "check_continues",
-    "checked_stream",
-    "stream_of",
-]
-
 ARRAYS = (
     "old_key",
     "old_log",

@@ -17,15 +17,6 @@ from linattn._driver.stamps import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 from linattn.typing._shifts import largest
 
-__all__ = [
-    "BaseFeatureMap",
-    "PairFunction",
-    "SoftmaxKernelMap",
-    "dots",
-    "square_distances",
-    "square_norms",
-]
-
 NOT_PICKLED = ("_cached_specs", "_cached_fingerprint", "_unseeded")
 """Attributes that hold what was made from the others, or that a pickled map has no use for."""
 

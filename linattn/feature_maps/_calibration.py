@@ -18,17 +18,6 @@ from numpy.typing import NDArray
 from linattn.feature_maps._clusters import LLOYD_STEPS, move_centroids
 from linattn.feature_maps._samples import Sample
 
-__all__ = [
-    "Parameters",
-    "Pattern",
-    "closed_form",
-    "cluster_means",
-    "importance",
-    "learn",
-    "loss_and_gradient",
-    "pivots",
-]
-
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 

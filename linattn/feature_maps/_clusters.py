@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LLOYD_STEPS", "centroids", "move_centroids", "nearest", "power_of_two"]
-
 Floats = NDArray[np.float64]
 
 TILE_ELEMENTS = 1 << 17

@@ -19,15 +19,6 @@ from linattn.typing import Array
 if TYPE_CHECKING:
     from linattn.feature_maps._landmark_fit import Inputs
 
-__all__ = [
-    "compute",
-    "compute_on_host",
-    "compute_rows",
-    "compute_sequence",
-    "draw_runs",
-    "take_runs",
-]
-
 NUM_RUNS, MIN_NUM_ROWS = 128, 8192
 
 

@@ -16,8 +16,6 @@ from linattn.feature_maps._base import dots
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import MIN_SAMPLED, Inputs, draw_heads, log_sum, strata
 
-__all__ = ["draw_projection"]
-
 Floats = NDArray[Any]
 
 

@@ -25,8 +25,6 @@ from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.sampling import Sampler
 from linattn.typing import Array, Exponential
 
-__all__ = ["ExponentialFeatures"]
-
 Floats = NDArray[np.float64]
 
 

@@ -26,18 +26,6 @@ from linattn.feature_maps._dask_rows import compute_rows
 from linattn.typing import Array, Tokens, Weights
 from linattn.typing._shifts import constant
 
-__all__ = [
-    "MIN_SAMPLED",
-    "Inputs",
-    "draw_heads",
-    "fit_landmarks",
-    "is_concrete",
-    "log_normalizers",
-    "log_sum",
-    "strata",
-    "take_inputs",
-]
-
 Floats = NDArray[np.float64]
 Rows = NDArray[Any]
 

@@ -13,8 +13,6 @@ from linattn.feature_maps._base import BaseFeatureMap, SoftmaxKernelMap, dots
 from linattn.sampling import SAMPLERS, Sampler, Seed
 from linattn.typing import Array
 
-__all__ = ["ProjectedFeatureMap", "SoftmaxKernelFeatures", "find_sampler"]
-
 Floats = NDArray[np.float64]
 
 

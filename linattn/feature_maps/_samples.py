@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.feature_maps._dask_rows import compute_sequence
 
-__all__ = ["Sample", "Samples", "check_samples", "pool_heads"]
-
 Floats = NDArray[np.float64]
 
 

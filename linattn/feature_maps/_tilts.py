@@ -14,19 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks
 
-__all__ = [
-    "balancing_root",
-    "check_tilt",
-    "inverse_transpose",
-    "key_weights",
-    "mean_square",
-    "optimal_tilt",
-    "scaled_sample",
-    "second_moment",
-    "shrink",
-    "sum_second_moment",
-]
-
 Floats = NDArray[np.float64]
 
 SHRINKAGE = 1e-3

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from linattn.interop._visibility import Visibility
 
-__all__ = ["WIDE", "Bounds", "band_of", "bounds_of"]
-
 WIDE = 1 << 60
 
 

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax import eval_shape, lax
 from jax.tree_util import tree_map
 
-__all__ = ["CHUNK", "Chunks"]
-
 CHUNK = 64
 """Tokens of a chunk: compiling one takes seconds, and longer with its length."""
 

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Visibility", "blocks_of_rows", "read_rows"]
-
 _PAIRS = 1 << 18
 """How many pairs of a mask are read together."""
 

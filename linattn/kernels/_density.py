@@ -15,8 +15,6 @@ from linattn.kernels._gaussian import Gaussian, check_points, log_weights, match
 from linattn.sampling import as_generator
 from linattn.typing import Array
 
-__all__ = ["kernel_density"]
-
 
 class kernel_density:
     r"""Estimate a density with Gaussian kernels, as SciPy's ``gaussian_kde`` does.

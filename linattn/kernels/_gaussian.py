@@ -15,17 +15,6 @@ from linattn import _arrays, _checks
 from linattn.functional import softmax_attention
 from linattn.typing import Array
 
-__all__ = [
-    "Gaussian",
-    "check_points",
-    "joined",
-    "log_weights",
-    "matching",
-    "persisted",
-    "positive_bandwidth",
-    "with_mean_zero",
-]
-
 LEAST_REST = 1e-8
 """By what an effective number of rows must exceed one row less: half of the digits are right."""
 

@@ -12,8 +12,6 @@ from linattn import _arrays, _checks
 from linattn.kernels._gaussian import Gaussian, check_points, joined, log_weights
 from linattn.typing import Array
 
-__all__ = ["RIDGE", "local_fit", "local_regression", "moments"]
-
 RIDGE = 1e-3
 """Default penalty of slopes, in units of the bandwidth."""
 

@@ -10,8 +10,6 @@ from linattn.functional import softmax_attention
 from linattn.kernels._gaussian import Gaussian, check_points, log_weights, persisted
 from linattn.typing import Array
 
-__all__ = ["log_sum_exp", "mean_shift", "mmd"]
-
 
 @_arrays.on_array_device
 def log_sum_exp(

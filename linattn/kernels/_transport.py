@@ -11,8 +11,6 @@ from linattn import _arrays, _checks
 from linattn.kernels._gaussian import Gaussian, check_points, joined, log_weights, persisted
 from linattn.typing import Array
 
-__all__ = ["Transport", "sinkhorn"]
-
 
 @dataclass(frozen=True, eq=False)
 class Transport:

@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from linattn.typing import Array
 
-__all__ = ["ACTIVATIONS", "GATED"]
-
 Activation: TypeAlias = Callable[[ModuleType, Array], tuple[Array, Callable[[], Array]]]
 
 # erfc(x) = exp(-x^2) t p(2 t - 1) with t = 2 / (2 + x), x >= 0: polynomials p that interpolate at

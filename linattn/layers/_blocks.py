@@ -15,23 +15,6 @@ from linattn.layers.dense import Activation, feed_forward_vjp, layer_norm_vjp, r
 from linattn.typing import Array
 from linattn.typing.records import one_line
 
-__all__ = [
-    "DecoderOptions",
-    "DecoderState",
-    "InitOptions",
-    "LayerOptions",
-    "LayerState",
-    "Masks",
-    "ModelOptions",
-    "check_norm",
-    "for_steps",
-    "layer",
-    "options_of",
-    "stack",
-    "stream_layer",
-    "stream_stack",
-]
-
 Norm: TypeAlias = Literal["layer_norm", "rms_norm"]
 NORMS: dict[str, Any] = {"layer_norm": layer_norm_vjp, "rms_norm": rms_norm_vjp}
 

@@ -10,8 +10,6 @@ from linattn import _arrays
 from linattn.typing import Array
 from linattn.typing.records import one_line
 
-__all__ = ["KeyValueCache", "check_state"]
-
 
 class KeyValueCache(NamedTuple):
     """The rows ``[key, value]`` from ``start`` to ``stop`` of a buffer.

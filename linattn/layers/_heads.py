@@ -16,8 +16,6 @@ from linattn.state import Decoder
 from linattn.typing import Array, State
 from linattn.typing.records import one_line
 
-__all__ = ["AttentionState", "Heads", "Positions", "attend", "read", "remember", "stream"]
-
 Positions: TypeAlias = Rotary | Alibi | None
 
 CACHES: dict[type, tuple[type, ...]] = {

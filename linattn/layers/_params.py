@@ -15,22 +15,6 @@ from numpy.typing import NDArray
 from linattn import _arrays, _checks
 from linattn.typing import Array
 
-__all__ = [
-    "Params",
-    "Part",
-    "Pullback",
-    "Result",
-    "accumulated",
-    "as_part",
-    "check_pair",
-    "floating",
-    "join",
-    "split",
-    "split_layers",
-    "takes",
-    "with_pullback",
-]
-
 Params: TypeAlias = Mapping[str, Array]
 """Arrays by name, as in torch's state dictionaries: ``{"out_proj.weight": array, ...}``."""
 

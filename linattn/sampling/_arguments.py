@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 
-__all__ = ["check_integer", "check_shape"]
-
 
 def check_integer(value: int, name: str, *, least: int) -> int:
     if isinstance(value, bool):

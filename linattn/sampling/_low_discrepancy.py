@@ -14,8 +14,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["halton", "sobol"]
-
 
 def sobol(
     num: int, dim: int, generator: np.random.Generator, batch_shape: tuple[int, ...]

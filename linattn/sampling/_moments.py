@@ -28,20 +28,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn._extras import remedy
 
-__all__ = [
-    "chi_quantiles",
-    "count_pairs",
-    "fixed_norm_gap",
-    "fixed_norm_mean",
-    "orthogonal_gap",
-    "orthogonal_gap_trig",
-    "quantile_gap",
-    "quantile_mean",
-    "scipy_special",
-    "simplex_gap",
-    "stratified_gap",
-]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 # exp(-_LARGEST) is still a normal number, so that a series may start from it.

@@ -14,8 +14,6 @@ from linattn.sampling import _moments
 from linattn.sampling._arguments import check_integer, check_shape
 from linattn.sampling._seeds import Seed
 
-__all__ = ["Floats", "Sampler", "num_pairs"]
-
 Floats: TypeAlias = NDArray[np.float64]
 
 

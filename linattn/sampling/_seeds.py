@@ -6,8 +6,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["Seed", "as_generator"]
-
 # Quoted, because numpy.random is loaded by its first use only.
 Seed: TypeAlias = (
     "int | np.random.SeedSequence | np.random.BitGenerator | np.random.Generator | None"

@@ -12,8 +12,6 @@ from linattn import functional, state
 from linattn.feature_maps import LandmarkFeatures
 from linattn.kernels._regression import local_fit, moments
 
-__all__ = ["Coordinates", "Method", "Rows", "Smoother", "make_smoother"]
-
 MIN_PROBES = 128
 
 ROWS_A_LANDMARK = 16

@@ -13,8 +13,6 @@ from linattn import _arrays
 from linattn.sklearn._attention import Rows
 from linattn.sklearn._smoother import KernelSmoother
 
-__all__ = ["KernelClassifier"]
-
 
 class KernelClassifier(ClassifierMixin, KernelSmoother):  # type: ignore[misc]
     r"""Classes by kernel regression of their indicators.

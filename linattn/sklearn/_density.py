@@ -15,8 +15,6 @@ from linattn.kernels import log_sum_exp
 from linattn.sklearn._leave_one_out import leave_one_out_density
 from linattn.sklearn._smoother import DTYPES, check_weight, make_generator
 
-__all__ = ["KernelDensity"]
-
 
 class KernelDensity(BaseEstimator):  # type: ignore[misc]
     r"""Kernel density estimate with Gaussian kernels, exact in any number of dimensions.

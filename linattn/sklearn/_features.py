@@ -13,8 +13,6 @@ from linattn import _arrays, _checks
 from linattn.feature_maps import RandomFourierFeatures
 from linattn.sklearn._smoother import DTYPES, make_generator
 
-__all__ = ["RandomFeatures"]
-
 MAX_ROWS_OF_PAIRS = 256
 
 BLOCK_ELEMENTS = 1 << 18

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from linattn.kernels._regression import local_fit, moments
 
-__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_density"]
-
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 

@@ -13,8 +13,6 @@ from linattn.kernels._regression import RIDGE
 from linattn.sklearn._attention import Rows
 from linattn.sklearn._smoother import KernelSmoother
 
-__all__ = ["KernelRegressor"]
-
 
 class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     r"""Kernel regression of any number of outputs, in memory that does not grow with the queries.

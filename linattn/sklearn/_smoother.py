@@ -15,8 +15,6 @@ from linattn.kernels._gaussian import positive_bandwidth
 from linattn.sklearn._attention import Coordinates, Method, Rows, Smoother, make_smoother
 from linattn.sklearn._leave_one_out import LeaveOneOut, leave_one_out
 
-__all__ = ["KernelSmoother", "check_weight", "make_generator"]
-
 METHODS = ("auto", "exact", "landmarks")
 DTYPES = (np.float64, np.float32)
 

@@ -20,8 +20,6 @@ from linattn.stream._inputs import Inputs, dtype_name, read
 from linattn.stream._walks import Place, Walk
 from linattn.typing import State
 
-__all__ = ["Checkpoint"]
-
 CHECKPOINT_FORMAT = Format(
     "checkpoint",
     3,

@@ -10,8 +10,6 @@ import numpy as np
 
 from linattn import _arrays
 
-__all__ = ["Checksums", "Record", "checksum"]
-
 
 class Record(NamedTuple):
     """What some rows of an array were."""

@@ -16,16 +16,6 @@ from linattn.state import update_state
 from linattn.stream._checksums import Checksums, checksum
 from linattn.typing import Array, FeatureMap, State
 
-__all__ = [
-    "Inputs",
-    "check_inputs",
-    "dtype_name",
-    "prepare_output",
-    "read",
-    "release_pages",
-    "write_rows",
-]
-
 
 class Inputs(NamedTuple):
     """The arguments of a call; rows of them are read."""

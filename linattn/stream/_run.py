@@ -14,8 +14,6 @@ from linattn.stream._storage import check_storage
 from linattn.stream._walks import Place, walk_of
 from linattn.typing import State
 
-__all__ = ["Run", "run"]
-
 
 class Run(NamedTuple):
     """How a call is worked off; the fields are arguments of :func:`linattn.stream.attend`."""

@@ -15,8 +15,6 @@ import numpy as np
 from linattn._files import Path, checked_path
 from linattn.typing import State
 
-__all__ = ["check_storage"]
-
 FILE_MAPS = "/proc/self/maps"
 """Where Linux lists the files that are mapped into this process."""
 

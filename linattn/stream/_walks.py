@@ -12,8 +12,6 @@ from linattn.state import merge_states
 from linattn.stream._inputs import Inputs
 from linattn.typing import State
 
-__all__ = ["Place", "Walk", "walk_of"]
-
 MAX_STORED = 64
 """States of later keys that are stored, each at the end of a group of blocks."""
 

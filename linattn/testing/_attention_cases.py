@@ -18,8 +18,6 @@ from linattn.testing._draws import check_map_or, has_negative_features, lead_axe
 from linattn.testing._evidence import Evidence, assert_close, check_not_empty
 from linattn.typing import Array, FeatureMap
 
-__all__ = ["LENGTHS", "Attention", "Case", "Floats", "Inputs", "cases_of", "evidence_of"]
-
 Floats = NDArray[np.float64]
 Attention = Callable[..., Array]
 """``attention(query, key, value, **options) -> output``, arrays ``(..., L, d)``."""

@@ -15,8 +15,6 @@ from linattn.testing._means import Noise
 from linattn.testing.check import Report, check_on_fail, outcome, row_of
 from linattn.testing.estimators import assert_draws
 
-__all__ = ["BatteryReport", "Check", "arity_of", "assert_stated", "run", "title_of", "weakest"]
-
 Check = tuple[str, str, Callable[[], Evidence]]
 """Name, claim, and the check."""
 

@@ -36,8 +36,6 @@ from linattn.typing import (
     Tokens,
 )
 
-__all__ = ["REFERENCES", "Block", "blocks", "cast", "leaves"]
-
 DIM, FEATURES, VALUE_DIM = 6, 8, 5
 
 LENGTHS = (33, 1, 150, 4)

@@ -7,8 +7,6 @@ import threading
 from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
-__all__ = ["clear_caches"]
-
 _PACKAGES = ("linattn", "linattn_numpy", "linattn_cupy", "linattn_dask")
 
 

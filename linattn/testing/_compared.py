@@ -16,8 +16,6 @@ from linattn import _arrays
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Partial, State
 
-__all__ = ["KINDS", "WrongResultError", "need", "to_host"]
-
 Floats = NDArray[Any]
 
 

@@ -21,24 +21,6 @@ from linattn.testing._evidence import (
 )
 from linattn.typing import Array, ColumnNormalized, FeatureMap, Features, SeparateDenominator
 
-__all__ = [
-    "SIDES",
-    "Floats",
-    "MapOrFactory",
-    "MapSource",
-    "check_map_or",
-    "checked_features",
-    "feature_products",
-    "feature_rows",
-    "has_negative_features",
-    "has_positions",
-    "lead_axes",
-    "need_one_denominator",
-    "need_pair_kernel",
-    "standard_pairs",
-    "width",
-]
-
 Floats = NDArray[np.float64]
 
 MapOrFactory = FeatureMap | Callable[[np.random.Generator], FeatureMap]

@@ -11,20 +11,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays
 
-__all__ = [
-    "CheckFailedError",
-    "Evidence",
-    "MalformedFeaturesError",
-    "UntestableError",
-    "assert_close",
-    "check_function",
-    "check_not_empty",
-    "fail",
-    "largest",
-    "name_of",
-    "on_host",
-]
-
 
 class UntestableError(ValueError):
     """No valid test exists of what was asked, or none that could fail; the message says why.

@@ -10,8 +10,6 @@ from linattn.testing._attention_cases import LENGTHS
 from linattn.testing._draws import SIDES, feature_rows, has_positions, lead_axes
 from linattn.testing._evidence import assert_close, fail
 
-__all__ = ["rows_of_their_own"]
-
 SINGLE = 5e-5
 """Mean error of features in float32, relative to their mean size."""
 

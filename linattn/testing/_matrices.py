@@ -24,8 +24,6 @@ from linattn.testing._evidence import Evidence, UntestableError, assert_close, f
 from linattn.testing._means import Floats
 from linattn.testing.projections import assert_gaussian_rows
 
-__all__ = ["haar", "isotropic"]
-
 SHAPES = ((2, 2), (3, 3), (4, 4), (8, 8), (8, 3), (3, 8))
 """Of orthogonal matrices: small ones, where the mistakes are large, tall and wide ones."""
 

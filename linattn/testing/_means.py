@@ -14,22 +14,6 @@ from numpy.typing import NDArray
 
 from linattn.testing.statistics import detectable_shift, mean_bound, variance_factor
 
-__all__ = [
-    "MIN_RELATIVE_VARIANCE",
-    "STATED",
-    "Noise",
-    "Power",
-    "detectable_share",
-    "explain",
-    "in_standard_deviations",
-    "measure",
-    "moves",
-    "percent",
-    "scale_of",
-    "smallest_count",
-    "worst",
-]
-
 Floats = NDArray[np.float64]
 
 STATED = "as stated"

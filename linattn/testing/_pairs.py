@@ -21,15 +21,6 @@ from linattn.testing._draws import Floats, MapSource, lead_axes, standard_pairs
 from linattn.testing._evidence import UntestableError, on_host
 from linattn.testing._means import STATED
 
-__all__ = [
-    "Pairs",
-    "check_power",
-    "checked_variance",
-    "claim_or_method",
-    "evaluate",
-    "variance_or_bound",
-]
-
 MAX_SQUARE_NORM = 2.0
 """``scale |x + y|^2`` above which sample means of positive features stop telling anything."""
 

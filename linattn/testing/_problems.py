@@ -19,8 +19,6 @@ from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatur
 from linattn.testing._compared import compare_gradient, compare_state, need, to_host
 from linattn.typing import Array, Cotangent, Declined, Plan, Problem, State
 
-__all__ = ["WHOLE_CHECKS", "Subject", "Whole", "wholes"]
-
 RTOL = {"float16": 6e-3, "float32": 1e-3, "float64": 1e-9}
 """Tolerance, relative to a head's largest entry."""
 

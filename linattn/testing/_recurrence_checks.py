@@ -18,8 +18,6 @@ from linattn.recurrences import linear_recurrence_vjp
 from linattn.reference import recurrence
 from linattn.testing._evidence import UntestableError, fail, largest, on_host
 
-__all__ = ["CHECKS", "OWN_LENGTHS", "RTOL", "RULES", "Cases", "Floats", "Kernel"]
-
 Floats = NDArray[np.float64]
 Arguments = dict[str, Floats]
 

@@ -21,8 +21,6 @@ from linattn.testing._evidence import Evidence, fail, on_host
 from linattn.testing._means import Floats
 from linattn.testing.estimators import assert_estimator
 
-__all__ = ["stochastic_rounding", "trace"]
-
 Neighbours = Callable[[Floats], tuple[Floats, Floats]]
 """Neighbours of numbers on a grid, below and above."""
 

@@ -14,8 +14,6 @@ from linattn.testing._evidence import Evidence, UntestableError, on_host
 from linattn.testing._means import Floats
 from linattn.testing.estimators import assert_estimator
 
-__all__ = ["normalized", "quantizer", "sketch"]
-
 KEY_NORMS = (0.2, 0.8, 0.5, 0.3, 0.8)
 """Of the keys whose products with a query are compared."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import array_api_compat
 
-__all__ = ["constant", "largest"]
-
 
 def constant(array: Any) -> Any:
     """Return an array that no gradient passes through."""

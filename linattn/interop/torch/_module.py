@@ -13,8 +13,6 @@ from linattn.interop.torch._packing import pack, unpack
 from linattn.interop.torch.functions import linear_attention, softmax_attention
 from linattn.typing import Array, FeatureMap, State
 
-__all__ = ["Attention"]
-
 
 class Attention(nn.Module):  # type: ignore[misc]
     r"""Multi-head attention with the weights of ``torch.nn.MultiheadAttention``.

@@ -12,8 +12,6 @@ from linattn.interop._visibility import read_rows
 from linattn.interop.torch._module import Attention, padding_options
 from linattn.typing import Array
 
-__all__ = ["MultiheadAttention"]
-
 
 class MultiheadAttention(Attention):
     """The module that :meth:`Attention.from_multihead` returns."""

@@ -25,20 +25,6 @@ from linattn._driver.stamps import map_fingerprint
 from linattn.interop.torch._packing import pack, unpack
 from linattn.typing import Array
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "KINDS",
-    "TOKENS",
-    "Call",
-    "Named",
-    "attend",
-    "find",
-    "fingerprint_of",
-    "pull_back",
-    "run",
-    "widest",
-]
-
 Named: TypeAlias = dict[str, Any]
 
 TOKENS = ("query", "key", "value")

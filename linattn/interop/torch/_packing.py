@@ -10,8 +10,6 @@ import numpy as np
 
 from linattn import feature_maps
 
-__all__ = ["pack", "unpack"]
-
 
 def pack(value: Any) -> str:
     """Return a map, or options, as text.

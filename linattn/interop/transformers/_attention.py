@@ -12,8 +12,6 @@ from linattn.interop.transformers._cache import StateLayer
 from linattn.interop.transformers._masks import EAGER, KEYS, MaskOfPairs, Said, given_mask, reject
 from linattn.typing import FeatureMap
 
-__all__ = ["attend_in_layer", "linear", "softmax"]
-
 
 class _Call(NamedTuple):
     """Arguments of one attention. Queries are (batch, H, L, d), or (batch, G, H / G, L, d)."""

@@ -11,8 +11,6 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, Linea
 from linattn.interop.transformers._masks import KEYS, reject
 from linattn.typing import State
 
-__all__ = ["StateCache", "StateLayer"]
-
 
 class StateLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     """The state of one layer."""

@@ -13,8 +13,6 @@ from linattn.interop import _visibility
 from linattn.interop._bounds import WIDE, band_of, bounds_of
 from linattn.interop._visibility import Visibility
 
-__all__ = ["EAGER", "KEYS", "MaskOfPairs", "Said", "given_mask", "make_mask", "reject"]
-
 EAGER = 'use model.set_attn_implementation("eager")'
 KEYS = "use a DynamicCache"
 
