@@ -527,15 +527,15 @@ def test_each_gradient_of_full_attention_is_computed_alone(num_keys):
     """Of a state before, or without keys, Dask fused tasks and left some out."""
     phi, (query, *rest) = MAPS["elu"], tokens(12)
     key, value = (x[:, :num_keys] for x in rest)
-    before = linattn.update_state(
-        linattn.init_state(phi, E, batch_shape=(2,), like=key), *rest, phi
-    )
+    empty = linattn.init_state(phi, E, batch_shape=(2,), like=key)
+    before = linattn.update_state(empty, rest[0], rest[1], phi)
+    attend: Any = linattn.linear_attention_vjp
     wanted = linattn.linear_attention_vjp(query, key, value, phi, initial_state=before)
     lazy = *lazily([query], 5, heads=2), *lazily([key, value], 7, heads=2)
     state = before._replace(
         kvz=da.from_array(before.kvz), log_scale=da.from_array(before.log_scale)
     )
-    output, pullback = linattn.linear_attention_vjp(*lazy, phi, initial_state=state)
+    output, pullback = attend(*lazy, phi, initial_state=state)
     of_numpy = wanted[1](np.ones_like(wanted[0]))
     for gradient, want in zip(pullback(da.ones_like(output)), of_numpy, strict=True):
         close(gradient.compute(), want, tol=1e-5)
@@ -546,11 +546,10 @@ def test_gradients_with_decay_ignore_masked_keys_that_are_nan():
     arrays[1][:, 9:] = np.nan
     options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
     lazy = lazily(arrays, 5)
-    output, pullback = linattn.linear_attention_vjp(
-        *lazy, MAPS["elu"], key_mask=da.from_array(mask), **options
-    )
+    attend: Any = linattn.linear_attention_vjp
+    output, pullback = attend(*lazy, MAPS["elu"], key_mask=da.from_array(mask), **options)
     gradients = dask.compute(*pullback(da.ones_like(output)))
-    want, of_numpy = linattn.linear_attention_vjp(*arrays, MAPS["elu"], key_mask=mask, **options)
+    want, of_numpy = attend(*arrays, MAPS["elu"], key_mask=mask, **options)
     for gradient, other in zip(gradients, of_numpy(np.ones_like(want)), strict=True):
         close(gradient, other, tol=1e-5)
 

@@ -50,14 +50,16 @@ def test_a_device_without_float64(name):
     there = [array_api_strict.asarray(array, device=device) for array in host]
     options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
     calls: dict[str, Any] = {
-        "log_decay": lambda *a: linattn.linear_attention(*a, PHI, **options),
-        "its gradient": lambda *a: linattn.linear_attention_vjp(*a, PHI, **options)[1](a[2])[0],
+        "log_decay": lambda q, k, v: linattn.linear_attention(q, k, v, PHI, **options),
+        "its gradient": lambda q, k, v: linattn.linear_attention_vjp(q, k, v, PHI, **options)[1](v)[
+            0
+        ],
         "a kernel sum": lambda query, key, _: linattn.kernels.log_sum_exp(query, key, bandwidth=1),
     }
     if name == "precision":
         said = "precision='float64' needs a library with float64 .* has not on .*no_float64"
         with linattn.config(precision="float64"), pytest.raises(ValueError, match=said):
-            linattn.linear_attention(*there, PHI)
+            linattn.linear_attention(there[0], there[1], there[2], PHI)
         return
     got = calls[name](*there)
     assert got.device == device

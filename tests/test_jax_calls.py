@@ -217,11 +217,11 @@ def test_an_eager_call_makes_no_nan_that_jax_would_report():
 def test_a_decay_makes_no_nan_that_jax_would_report():
     rows: Any = [jax.numpy.asarray(x) for x in (QUERY, *KV)]
     options: dict[str, Any] = {"is_causal": True, "log_decay": -0.1}
+    attend: Any = linattn.linear_attention_vjp
     with jax.debug_nans(True):
-        output, pullback = linattn.linear_attention_vjp(*rows, PHI, **options)
+        output, pullback = attend(*rows, PHI, **options)
         gradients = pullback(rows[0])
-    arrays: Any = (QUERY, *KV)
-    want, pull_back = linattn.linear_attention_vjp(*arrays, PHI, **options)
+    want, pull_back = attend(QUERY, *KV, PHI, **options)
     agree((output, *gradients), (want, *pull_back(QUERY)))
 
 
@@ -229,12 +229,14 @@ def test_broadcasting_works_where_users_let_it_raise():
     """Leading axes broadcast by design; the flag is for the user's own code."""
     rows: Any = [jax.numpy.asarray(x) for x in (QUERIES, *KV)]
     with jax.numpy_rank_promotion("raise"):
-        lengths = interop.softmax_attention(*rows[1:], rows[2], key_lengths=jax.numpy.array(2))
+        lengths = interop.softmax_attention(
+            rows[1], rows[2], rows[2], key_lengths=jax.numpy.array(2)
+        )
         for library in (interop, linattn):
             agree(library.softmax_attention(*rows), linattn.softmax_attention(QUERIES, *KV))
         with pytest.raises(ValueError, match="could not be broadcast"):
             rows[0] + rows[1]
-    agree(lengths, linattn.softmax_attention(*KV, KV[1]))
+    agree(lengths, linattn.softmax_attention(KV[0], KV[1], KV[1]))
 
 
 def test_traced_code_obeys_a_later_precision():

@@ -12,6 +12,7 @@ from tests import dense_oracle
 from tests.attentions import full_and_causal
 
 PHI = PositiveFeatures(4, 16, rng=0)
+dense: Any = dense_oracle.evaluate
 LOCAL: dict[str, Any] = {"local_window_size": (5, 0), "sinks": 3}
 WINDOW: dict[str, Any] = {"exact_window": 4, "sinks": 6}
 
@@ -30,17 +31,18 @@ def moved(arrays: Any, number: int, options: Any, phi: Any) -> Any:
 def agrees(arrays: Any, phi: Any, options: dict[str, Any]) -> None:
     """Check the output and, where there are some, gradients against the dense formula."""
     maps: Any = [] if phi is None else [phi]
+    attend: Any = linattn.linear_attention
     function: Any = linattn.softmax_attention_vjp if phi is None else linattn.linear_attention_vjp
     if phi is not None:
-        out = linattn.linear_attention(*arrays, phi, **options)
-        want = dense_oracle.evaluate(*arrays, phi, **options).output
+        out = attend(*arrays, phi, **options)
+        want = dense(*arrays, phi, **options).output
         np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-12)
     try:
         out, pullback = function(*arrays, *maps, **options)
     except NotImplementedError:
         assert "key_stop" in options or "prefix_length" in options or "causal_block" in options
         return
-    want = dense_oracle.evaluate(*arrays, phi, **options).output
+    want = dense(*arrays, phi, **options).output
     np.testing.assert_allclose(out, want, rtol=1e-11, atol=1e-12)
     cotangent = np.random.default_rng(8).standard_normal(out.shape)
     for number, gradient in enumerate(pullback(cotangent)):
