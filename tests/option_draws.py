@@ -26,9 +26,6 @@ SOFTMAX_KERNELS = (
 LARGEST_SIZE = 30
 """log10 of the largest values and cotangents, and of the smallest."""
 
-SIZES_OF_GRADIENTS = False
-"""Whether gradients too are drawn with values and cotangents of all sizes."""
-
 Rng = np.random.Generator
 
 
@@ -476,9 +473,8 @@ def draw_gradient(seed: int) -> Case:
                 continue
             if rng.random() < 0.5:
                 case.returns = {"return_state": True}
-        if SIZES_OF_GRADIENTS or case.size_of_grad == 1:
-            case.seed = seed
-            return case
+        case.seed = seed
+        return case
 
 
 def draw_recurrence(seed: int) -> Case:

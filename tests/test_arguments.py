@@ -253,6 +253,9 @@ FLAGGED: dict[str, Callable[..., Any]] = {
     "kernels.mmd": lambda **flag: linattn.kernels.mmd(QKV[0], QKV[0], bandwidth=1.0, **flag),
     "sklearn.RandomFeatures": lambda **flag: linattn.sklearn.RandomFeatures(**flag).fit(QKV[0]),
     "testing.assert_batch_independent": _batches,
+    "testing.assert_mask_is_slice": lambda **flag: linattn.testing.assert_mask_is_slice(
+        maps.EluFeatures(), **flag
+    ),
     "testing.batteries.haar": lambda **flag: linattn.testing.batteries.haar(
         lambda rng, rows, dim: np.eye(rows, dim), **flag
     ),

@@ -20,16 +20,7 @@ import linattn
 from benchmarks.rare_inputs import RARE
 from linattn import automatic
 from linattn._driver.problem import exact_problem
-from linattn.automatic import (
-    _call,
-    _costs,
-    _curves,
-    _fit,
-    _heads,
-    _rectangles,
-    _search,
-    _tokens,
-)
+from linattn.automatic import _call, _costs, _curves, _fit, _heads, _rectangles, _search, _tokens
 from linattn.automatic._report import HeadRecord
 from linattn.diagnostics import attended_norms, held_out_error, held_out_rows
 from linattn.feature_maps import LandmarkFeatures

@@ -49,6 +49,7 @@ from linattn.testing.statistics import (
 )
 from linattn.typing import Features
 
+CHANCE = ("mean", "variance")
 SEED = int(os.environ.get("LINATTN_TEST_SEED", "0"))
 
 # At most 250 runs of assertions at 1e-9 (one property, in the profile "fresh", has 200 examples
@@ -623,8 +624,7 @@ class TestEstimates:
             4, 16, A=[-0.1, -0.02, 0.01], sampler="gaussian", rng=0
         )
         testing.assert_unbiased(feature_map, num_draws=1500, rng=SEED)
-        skip = ("mean", "variance")
-        assert testing.check_feature_map(feature_map, skip=skip, length=33).passed
+        assert testing.check_feature_map(feature_map, skip=CHANCE, length=33).passed
 
     @pytest.mark.parametrize("sampler", UNBIASED)
     def test_rows_of_unbiased_samplers(self, sampler):
@@ -920,8 +920,7 @@ class TestEveryRowCanFail:
     """One planted defect for each row of the report that chance does not decide."""
 
     def failed(self, subject):
-        skip = ("mean", "variance")
-        report = testing.check_feature_map(subject, skip=skip, length=33, on_fail="return")
+        report = testing.check_feature_map(subject, skip=CHANCE, length=33, on_fail="return")
         return {row.check for row in report.rows if row.result == "FAILED"}
 
     def test_without_a_defect(self):

@@ -196,7 +196,7 @@ def choosing_by_sinks(
     sinks = change_keys(
         problem, lambda rows: rows[..., : min(problem.exact.sinks, rows.shape[-2]), :]
     )
-    assigned = _assign_keys(masked, *args, _columns_of_keys(sinks, *args))
+    assigned = _assign_keys(masked, *args, _clusters_of_keys(sinks, *args))
     return masked.replace(exact=masked.exact._replace(assigned=assigned))
 
 
@@ -205,25 +205,25 @@ def _assign_keys(
     state: State,
     block_size: int,
     functions: BlockFunctions,
-    others: _Columns | None = None,
+    sinks: _KeyClusters | None = None,
 ) -> AssignedKeys:
-    """Assign the keys; ``others``: keys of no cluster that influence the choice of clusters."""
-    own, m = _columns_of_keys(problem, state, block_size, functions), problem.num_features
-    of_key, distance, unbiased = own[:3]
-    if others is not None:
+    """Assign the keys; ``sinks``: keys of no cluster that influence the choice of clusters."""
+    keys, m = _clusters_of_keys(problem, state, block_size, functions), problem.num_features
+    of_key, distance, unbiased = keys[:3]
+    if sinks is not None:
         of_key, distance = (
-            np.concatenate(x, axis=-1) for x in zip(own[:2], others[:2], strict=True)
+            np.concatenate(x, axis=-1) for x in zip(keys[:2], sinks[:2], strict=True)
         )
-        unbiased = _generic.merge(unbiased, others.unbiased)
+        unbiased = _generic.merge(unbiased, sinks.unbiased)
     log_sums = _arrays.to_numpy(problem.xp.log(unbiased.kvz[..., -1]) + unbiased.log_scale)
     bias = _bias(of_key, distance, np.broadcast_to(log_sums, (*problem.state_lead, m)))
     device = array_api_compat.device(problem.key)
     return AssignedKeys(
-        own.of_key, _arrays.device_array(bias, problem.xp, problem.dtype, device), own.state
+        keys.of_key, _arrays.device_array(bias, problem.xp, problem.dtype, device), keys.state
     )
 
 
-class _Columns(NamedTuple):
+class _KeyClusters(NamedTuple):
     """Column of each key, m of a masked one, its squared distance, and sums of the keys."""
 
     of_key: NDArray[np.intp]
@@ -233,9 +233,9 @@ class _Columns(NamedTuple):
     state: State
 
 
-def _columns_of_keys(
+def _clusters_of_keys(
     problem: Problem, state: State, block_size: int, functions: BlockFunctions
-) -> _Columns:
+) -> _KeyClusters:
     lead, m = problem.state_lead, problem.num_features
     # A bias of keys changes no choice, unless it masks a key.
     alike = problem.replace(weights=problem.weights._replace(key_bias=None))
@@ -255,7 +255,7 @@ def _columns_of_keys(
         distances.append(np.broadcast_to(distance, (*lead, distance.shape[-1])))
     biased = unbiased if problem.weights.key_bias is None else state
     joined = np.concatenate(indices, axis=-1), np.concatenate(distances, axis=-1)
-    return _Columns(*joined, unbiased, biased)
+    return _KeyClusters(*joined, unbiased, biased)
 
 
 def _bias(

@@ -55,7 +55,9 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
     is_supported = array_api_compat.is_torch_array(first) or array_api_compat.is_jax_array(first)
     most = 2.0 ** LARGE[bits]
-    if not given or xp.finfo(first.dtype).max < most or not (is_numpy or (whole and is_supported)):
+    if not given or not (bits > 16 if is_numpy else whole and is_supported):
+        return 0
+    if xp.finfo(first.dtype).max < most:
         return 0
     if not whole:
         middle = given[0].shape[-2] // 2
@@ -72,14 +74,17 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
 
 def _largest(x: Array, mask: Array, num_lead: int) -> Array:
     """Largest finite absolute number of each head, of rows that are not masked."""
-    xp, axes = namespace(x), (*range(x.ndim - 2 - num_lead), -2, -1)
+    xp = namespace(x)
     if mask is None and isinstance(x, np.ndarray):
         # Without copies.
+        axes = (*range(x.ndim - 2 - num_lead), -2, -1)
         top = np.maximum(x.max(axis=axes), -x.min(axis=axes))
         if np.isfinite(top).all():
             return top
     counts = xp.isfinite(x) if mask is None else xp.isfinite(x) & mask
-    return xp.max(xp.where(counts, xp.abs(x), xp.zeros_like(x)), axis=axes)
+    sizes = xp.where(counts, xp.abs(x), xp.zeros_like(x))
+    # A mask may have axes that the array lacks.
+    return xp.max(sizes, axis=(*range(sizes.ndim - 2 - num_lead), -2, -1))
 
 
 def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
@@ -123,7 +128,8 @@ def heads_of(problem: Problem) -> tuple[int, ...]:
     arrays = [problem.query, problem.key, problem.value, weights.key_bias, weights.log_decay]
     leads = [x.shape[:-2] for x in arrays if x is not None]
     if state is not None:
-        leads.append(state.kvz.shape[:-2][-len(problem.lead) :] if problem.lead else ())
+        front = 0 if problem.sees.cu_seqlens is None else 1
+        leads.append(state.kvz.shape[front:-2])
     return problem.lead if all(lead == problem.lead for lead in leads) else ()
 
 
