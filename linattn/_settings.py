@@ -88,8 +88,7 @@ def config(
 class _Shown(_local):
     """The precision in force, where torch compares it before it runs what it compiled."""
 
-    def __init__(self) -> None:
-        self.precision: str | None = None
+    precision: str | None = None
 
 
 shown = _Shown()

@@ -405,6 +405,7 @@ def test_a_second_number_compiles(name):
         agree(compiled(QKV[0], given), call(QKV[0], given))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_forward_mode_is_refused_by_name():
     for call in CALLS.values():
         with pytest.raises(NotImplementedError, match=r"interop\.torch must be taken in reverse"):
