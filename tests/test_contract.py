@@ -277,7 +277,7 @@ def test_every_attribute_that_is_read_of_a_map_is_in_a_protocol():
     declared = tier(FeatureMap, MapAttributes)
     # Of maps of one class, which the reader has made sure of.
     own = {"landmarks", "log_normalizers", "metric", "probes", "used"}
-    own |= {"key_shift", "query_shift", "transform", "specs"}
+    own |= {"key_shift", "query_shift", "transform", "specs", "max_length", "map"}
     read = read_of_maps()
     assert set(read) - declared - own == set(), {name: read[name] for name in set(read) - declared}
     assert len(read) > 15

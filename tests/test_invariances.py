@@ -57,6 +57,7 @@ def test_attention_to_a_tolerance_ignores_later_tokens(monkeypatch):
     """The same methods: rows that judge a head must not show in the outputs of earlier tokens."""
     monkeypatch.setattr("linattn.automatic._costs.MAX_SEARCH", 1.0)
     monkeypatch.setattr("linattn.automatic._call.MAX_VAIN", 2.0)
+    monkeypatch.setattr("linattn.automatic._call.MAX_PROMISED", 4.0)
     rng = np.random.default_rng(0)
     which = rng.integers(12, size=4096)
     qkv = rng.standard_normal((3, 1, 12, 16))[:, :, which] + 0.3 * rng.standard_normal(

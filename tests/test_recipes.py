@@ -243,7 +243,6 @@ def add_block_function(copy: Copy) -> None:
     copy.add(file, textwrap.indent(method, "    "), before="\n\nclass Services(")
     file = "linattn/_generic/states.py"
     copy.add(file, f"\n\n{body}")
-    copy.add(file, name, after=LISTED)
     file = "linattn/_generic/__init__.py"
     copy.add(file, "    rescale_state,\n", after="from linattn._generic.states import (\n")
     copy.add(file, name, after=LISTED)
