@@ -177,6 +177,8 @@ def stretch(rng: Rng, case: Case) -> None:
     if case.dtype in NARROW or rng.random() < 0.8:
         return
     log_size, log_grad = rng.uniform(-LARGEST_SIZE, LARGEST_SIZE, 2)
+    # Merged states keep the digits of numbers down to 1e-28.
+    log_size = max(log_size, -26)
     # Gradients have the size of the product.
     log_grad = np.clip(log_size + log_grad, -LARGEST_SIZE, LARGEST_SIZE) - log_size
     size, case.size_of_grad = 10**log_size, 10**log_grad

@@ -62,7 +62,8 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     if not whole:
         middle = given[0].shape[-2] // 2
         few = np.abs(given[0][..., middle, :]).max(axis=-1)
-        few = few if seen is None else np.where(seen[..., middle, 0], few, 0)
+        if seen is not None and given[0] is first:
+            few = np.where(seen[..., middle, 0], few, 0)
         if few.min() >= SMALL and few.max() <= most:
             return 0
     tops = [_largest(x, seen if x is first else None, len(lead)) for x in given]
