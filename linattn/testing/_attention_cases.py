@@ -57,7 +57,9 @@ class Case:
 
     def __post_init__(self) -> None:
         least = RTOL[self.dtype]
-        self.allowed = max(least if self.rtol is None else self.rtol, least if self.dtype != "float64" else 0.0)
+        self.allowed = max(
+            least if self.rtol is None else self.rtol, least if self.dtype != "float64" else 0.0
+        )
         self.dim = getattr(self.feature_map, "dim", None) or 4
         self.query, self.key = self.normal(self.length, 0.5), self.normal(self.length, 0.5)
         # Odd lengths have more columns than a tile of 16.
