@@ -144,6 +144,9 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
         return 0
     lead, is_empty = heads_of(problem), 0 in value.shape
     log = unit_log(lead, value, seen=seen, whole=whole)
+    if not (problem.normalize or whole) and np.max(log) > 0:
+        # Weights far below 1 would lose the digits of numerators.
+        return 0
     if state is None or not (whole or is_empty or np.any(log)):
         return log
     with ignore_fp_warnings():
