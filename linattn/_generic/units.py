@@ -140,7 +140,8 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
     ``whole``, for gradients: as for :func:`unit_log`; numbers of torch and JAX get units too.
     """
     value, state, seen = problem.value, problem.state, problem.weights.key_mask
-    if problem.exact.assigned is not None:
+    is_read = isinstance(value, np.ndarray) or (whole and not array_api_compat.is_dask_array(value))
+    if problem.exact.assigned is not None or not is_read:
         return 0
     lead, is_empty = heads_of(problem), 0 in value.shape
     log = unit_log(lead, value, seen=seen, whole=whole)
