@@ -584,6 +584,44 @@ def test_a_state_of_heads_that_tokens_lack(rows):
     close(got.compute(), want)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("borders", [None, [0, 0], [0, 0, 0]])
+def test_no_keys_of_heads_that_a_state_lacks(is_causal, borders):
+    """The state that comes back has the leading axes of the keys."""
+    phi, arrays = MAPS["elu"], tokens(0, heads=3)
+    state = attend(*(x[0] for x in tokens(4, seed=1)), phi, return_state=True)[1]
+    options: dict[str, Any] = {"is_causal": is_causal, "return_state": True}
+    if borders is not None:
+        options["cu_seqlens"] = borders
+        count = len(borders) - 1
+        state = state._replace(
+            kvz=np.stack([state.kvz] * count),
+            log_scale=np.stack([state.log_scale] * count),
+            num_sequences=count,
+        )
+    lazy_state = state._replace(
+        kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
+    )
+    (output, want), (lazy, got) = (
+        attend(*given, phi, initial_state=of, **options)
+        for given, of in ((arrays, state), (lazily(arrays, 10), lazy_state))
+    )
+    assert got.kvz.shape == got.kvz.compute().shape == want.kvz.shape
+    close(got.kvz.compute(), want.kvz)
+    assert lazy.shape == output.shape
+
+
+def test_no_query_beside_keys_in_a_window():
+    phi, (query, key, value) = MAPS["positive"], tokens(20)
+    options: dict[str, Any] = {"exact_window": 2, "return_state": True}
+    options["key_stop"] = np.zeros(0, dtype=np.int64)
+    want = attend(query[..., :0, :], key, value, phi, **options)
+    lazy = lazily((key, value), 20)
+    got = attend(da.from_array(query[..., :0, :]), *lazy, phi, **options)
+    assert got[0].shape == want[0].shape
+    states_agree(dask.compute(got[1])[0], want[1])
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ ARGUMENTS = re.compile(
     r"exact_|sinks|window_bias|far_bias|local_window_size|query and key|feature_map"
 )
 LEAST = {"float64": 1e-300, "float32": 1e-44, "float16": 2.0**-24, "bfloat16": 1e-40}
+LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126}
 MOST = {"float64": 1e300, "float32": 1e36, "float16": 6e4, "bfloat16": 1e36}
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 ROUNDINGS = 64
@@ -177,10 +178,13 @@ def expect_state(case: Case, got: State, want: Any, decay: Any, name: str = "sta
     kvz, log_scale = host(got.kvz), host(got.log_scale)
     c = np.where(np.isfinite(want.memory.log_scale), want.memory.log_scale, 0)
     with np.errstate(over="ignore", invalid="ignore"):
-        kvz = kvz * np.exp(log_scale - c)[..., None]
+        gauge = np.exp(log_scale - c)[..., None]
+        kvz = kvz * gauge
     tolerance = rounding(case, want) * (abs(want.absolute) + abs(want.memory.kvz))
+    # A value times a weight may be smaller than what the state's dtype holds.
+    tolerance = tolerance + LEAST_NORMAL[accumulated(case.dtype)] * np.maximum(gauge, 1)
     shape = (*lead, *want.memory.kvz.shape[-2:])
-    expect(f"{name}.kvz", kvz, want.memory.kvz, tolerance + 1e-300, shape)
+    expect(f"{name}.kvz", kvz, want.memory.kvz, tolerance, shape)
     # Of packed sequences it is that of the longest, which cuts do not add up to.
     known = name == "state" or not case.is_packed
     if known and int(got.length) != want.memory.length:
@@ -339,8 +343,6 @@ def check_stream(case: Case) -> None:
         return
     kind = str(rng.choice(kinds))
     first, second, *rows = halves(case, rng)
-    if case.library == "dask" and 0 in (first.key.shape[-2], second.key.shape[-2]):
-        return
     output, state = called(first, linattn.linear_attention, return_state=True)
     want = oracle(case)
     state, later = CONTINUE[kind](case, second, state)

@@ -118,19 +118,22 @@ class Layout:
         lead_of_map = () if problem.feature_map is None else map_lead(problem)
         keys = [self._parts["key"], self._parts["value"]]
         if problem.state is not None:
-            # Axes of no tokens have chunks that mean nothing.
-            keys = keys if problem.key.shape[-2] else []
-            lead = common_chunks([*keys, self._parts["query"]], lead_of_map)
+            known = keys if problem.key.shape[-2] else []
+            lead = common_chunks([*known, self._parts["query"]], lead_of_map)
             self._parts |= state_parts(problem.state, lead)
+            if not known:
+                # Axes of no tokens have chunks that mean nothing.
+                known = [self._parts["query"], self._parts["kvz"]]
+                lead = common_chunks(known, lead_of_map)
+                for name, part in self._parts.items():
+                    if "keys" in part.axes:
+                        chunks = matching_chunks(part, lead)
+                        rows = part.array.chunks[-2]
+                        self._parts[name] = Part(part.array.rechunk((*chunks, rows, -1)), part.axes)
+                keys = [self._parts["key"], self._parts["value"]]
             keys.append(self._parts["kvz"])
         self.state_lead = common_chunks(keys, lead_of_map)
         self.lead = common_chunks([*keys, self._parts["query"]], lead_of_map)
-        if problem.state is not None and not problem.key.shape[-2]:
-            for name, part in self._parts.items():
-                if "keys" in part.axes:
-                    chunks = matching_chunks(part, self.lead)
-                    rows = part.array.chunks[-2]
-                    self._parts[name] = Part(part.array.rechunk((*chunks, rows, -1)), part.axes)
         self.key_lead = common_chunks([self._parts["key"], self._parts["value"]], lead_of_map)
         if problem.weights.relative_bias is not None:
             table = Part(problem.weights.relative_bias.table, ("offsets",))

@@ -68,8 +68,6 @@ def first_state(layout: Layout, *, with_given: bool = True) -> Array:
     axes = {"block": (1,), **state_axes(layout)}
     axes["packed"] = (layout.problem.value.shape[-1] + 2,)
     given = layout.blockwise(pack_block, axes, parts["kvz"].lead_chunks, parts)
-    if not layout.problem.key.shape[-2]:
-        return given
     return merge(layout, given, _state_of_nothing(layout))
 
 

@@ -41,7 +41,8 @@ def attention(problem: Problem) -> Result | Declined:
         "window": decays_to_both_sides
         or problem.exact.clusters is not None
         or problem.sees.key_stop is not None
-        or problem.sees.query_start != 0,
+        or problem.sees.query_start != 0
+        or problem.query.shape[-2] != problem.key.shape[-2],
     }
     by_stops = mode == "stops" and not depends_on_position(problem)
     if not by_stops and (mode not in WALKS or unsupported.get(mode, False)):
