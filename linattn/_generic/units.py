@@ -3,7 +3,8 @@
 The result is multiplied by the unit, which is exact: attention is linear in its values, gradients
 in cotangents. Units avoid subnormal products, which some processors compute a hundred times as
 slowly, and products that overflow. Each head has its own unit if heads share no array. Outputs
-get units on NumPy; gradients also on torch and JAX, where none of this reads a number.
+get units on NumPy, gradients in every library but Dask; elsewhere than on NumPy none of this reads
+a number.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     """
     first, given = arrays[0], [x for x in arrays if x is not None and 0 not in x.shape]
     xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
-    is_supported = array_api_compat.is_torch_array(first) or array_api_compat.is_jax_array(first)
     most = 2.0 ** LARGE[bits]
-    if not given or not (bits > 16 if is_numpy else whole and is_supported):
+    if not given or not (bits > 16 if is_numpy else whole):
         return 0
     if xp.finfo(first.dtype).max < most:
         return 0
@@ -68,7 +68,7 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
             return 0
     tops = [_largest(x, seen if x is first else None, len(lead)) for x in given]
     top = tops[0] if len(tops) == 1 else xp.maximum(*tops)
-    log = xp.frexp(top)[1]
+    log = _exponent(top)
     log = xp.where(top < SMALL, log, xp.where(top > most, log - LARGE[bits], 0 * log))
     return log[..., None, None] if not is_numpy or log.any() else 0
 
@@ -88,6 +88,23 @@ def _largest(x: Array, mask: Array, num_lead: int) -> Array:
     return xp.max(sizes, axis=(*range(sizes.ndim - 2 - num_lead), -2, -1))
 
 
+def _exponent(x: Array) -> Array:
+    """Return the exponents of positive numbers, as ``frexp`` does, which the standard lacks."""
+    xp = namespace(x)
+    if hasattr(xp, "frexp"):
+        return xp.frexp(x)[1]
+    logs = xp.log2(xp.where(x > 0, x, xp.ones_like(x)))
+    return xp.astype(xp.floor(logs), xp.int32) + 1
+
+
+def _power(log: Array, dtype: Any) -> Array:
+    """Return ``2^log``."""
+    xp = namespace(log)
+    if hasattr(xp, "ldexp"):
+        return xp.ldexp(xp.ones_like(log, dtype=dtype), log)
+    return xp.pow(xp.full_like(log, 2.0, dtype=dtype), xp.astype(log, dtype))
+
+
 def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
     """Return ``x 2^log`` by two multiplications, as ``2^log`` may overflow; None for None.
 
@@ -95,9 +112,8 @@ def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
     """
     if x is None or isinstance(log, int):
         return x
-    xp, half = namespace(x), log // 2
-    ones = xp.ones_like(log, dtype=x.dtype)
-    first, second = (xp.ldexp(ones, each) for each in (half, log - half))
+    half = log // 2
+    first, second = (_power(each, x.dtype) for each in (half, log - half))
     with ignore_fp_warnings():
         if in_place:
             x *= first
