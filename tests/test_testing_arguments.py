@@ -261,7 +261,7 @@ class OfNumPy:
     num_features, dim, positive = 8, 4, True
 
     def query_features(self, x):
-        values = np.asarray(x)
+        values = np.asarray(x, np.float64)
         return Features(None, np.concatenate([np.exp(values), np.exp(-values)], axis=-1))
 
     key_features = query_features

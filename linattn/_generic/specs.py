@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import array_api_compat
 import numpy as np
 
+from linattn._arrays import namespace
 from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn.typing import (
     ELU_PLUS_ONE,
@@ -196,12 +197,18 @@ def _normalized_vjp(spec: Normalized, tokens: Tokens, cotangent: Features, xp: M
 
 
 def _opaque(spec: Opaque, tokens: Tokens, xp: ModuleType) -> Features:
-    return spec.fn(tokens)
+    # A map of one's own may answer in another dtype, which states and sums do not have.
+    log, values = (_as_dtype(x, tokens.x.dtype) for x in spec.fn(tokens))
+    return Features(log, values)
 
 
 def _opaque_vjp(spec: Opaque, tokens: Tokens, cotangent: Features, xp: ModuleType) -> Array:
     assert spec.vjp is not None
-    return spec.vjp(tokens, cotangent)
+    return _as_dtype(spec.vjp(tokens, cotangent), tokens.x.dtype)
+
+
+def _as_dtype(x: Array, dtype: Any) -> Array:
+    return x if x is None or x.dtype == dtype else namespace(x).astype(x, dtype)
 
 
 def _opaque_missing(spec: Opaque) -> str:
