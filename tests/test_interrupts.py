@@ -51,6 +51,9 @@ def _interrupted(make, step):
         return True
     finally:
         sys.settrace(before)
+        # A trace also raises where Python looks for no signal: before a lock is released.
+        while blas.blas._lock._is_owned():
+            blas.blas._lock.release()
     return False
 
 
