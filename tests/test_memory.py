@@ -128,4 +128,4 @@ def test_memory_of_each_row(name):
             finally:
                 tracemalloc.stop()
 
-    assert (extra(32000) - extra(16000)) / 16000 <= 1.1 * allowed
+    assert (extra(16000) - extra(8000)) / 8000 <= 1.1 * allowed
