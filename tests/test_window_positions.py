@@ -130,3 +130,19 @@ def test_what_hides_beyond_stops_does_not_matter(window):
     want = attend(phi, (query, key, value), options)
     key[:, 50:], value[:, 50:] = np.nan, np.inf
     assert_allclose(attend(phi, (query, key, value), options), want, rtol=1e-13)
+
+
+@pytest.mark.usefixtures("numpy_path")
+@pytest.mark.parametrize("window", [1, 16])
+@pytest.mark.parametrize("most", [1, 14])
+def test_near_stops_of_every_query_take_as_few_blocks_as_one_rule(window, most):
+    """Not a run of blocks for each query."""
+    jitter = np.random.default_rng(0).integers(-most, most + 1, LENGTH)
+    stops = np.maximum.accumulate(np.clip(np.arange(LENGTH) + jitter, 0, LENGTH))
+
+    def calls(**options):
+        with linattn.explain() as report:
+            linattn.linear_attention(*tokens(""), PHI, exact_window=window, **options)
+        return sum(row.calls for row in report.choices)
+
+    assert calls(key_stop=stops) < 3 * calls(is_causal=True)

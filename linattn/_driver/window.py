@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -52,14 +52,21 @@ FAN_OUT = 64
 
 
 class _Group(NamedTuple):
-    """Queries in some blocks, which see the keys before a stop, or are causal."""
+    """Queries in some blocks, which see the keys before a stop, or only near ones ahead of them."""
 
     rows: slice
     first: int
     """Number of the first block."""
     num_blocks: int
     stop: int | None
-    """None where query and key of a position go along each other."""
+    """None where the last key that a query sees is near to it."""
+    stops: Any = None
+    """Of each query, ``(L,)``; None where they are causal or `stop`."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a query may see keys of the block after its own."""
+        return self.stop is not None or self.stops is not None
 
 
 def window_rows(
@@ -148,6 +155,8 @@ class _Window(NamedTuple):
 
     def limit(self, group: _Group) -> int:
         """Position after the last key that queries of a group may see."""
+        if group.stops is not None:
+            return int(group.stops[group.rows.stop - 1])
         return self.length if group.stop is None else group.stop
 
     def clipped(self, group: _Group, block: int) -> int:
@@ -160,20 +169,21 @@ class _Window(NamedTuple):
         """Cut the queries into runs that are causal or have one stop, and these into groups."""
         problem, w, start = self.problem, self.size, self.problem.sees.query_start
         for rows, stop in _runs(problem):
+            stops = problem.sees.key_stop if stop is None else None
             first, end = (rows.start + start) // w, -(-(rows.stop + start) // w)
             groups = []
             for block in range(first, end, self.group_size):
                 count = min(self.group_size, end - block)
                 places = block * w - start, (block + count) * w - start
                 part = slice(max(places[0], rows.start), min(places[1], rows.stop))
-                groups.append(_Group(part, block, count, stop))
+                groups.append(_Group(part, block, count, stop, stops))
             yield groups
 
     # States
 
     def keys(self, group: _Group) -> _Keys:
         """Keys of a group's blocks and of the blocks beside it; keys it may not see are masked."""
-        first, stop = group.first - 1, group.first + group.num_blocks + (group.stop is not None)
+        first, stop = group.first - 1, group.first + group.num_blocks + group.ahead
         blocks = first, stop, self.size, self.start, self.limit(group)
         key, values_and_one = key_blocks(self.problem, *blocks)
         decay = None
@@ -192,8 +202,7 @@ class _Window(NamedTuple):
     def seen(self, group: _Group, lefts: State, count: int, before: _Seen) -> _Seen:
         """State of all keys before the group's block ``count - 1``; ``before`` if that is later."""
         border = min((group.first + count - 1) * self.size, self.length)
-        whole = group.stop is None or border <= group.stop
-        if not whole or border <= before.border:
+        if not before.border < border <= self.limit(group):
             return before
         return _Seen(state_at(lefts, count), border)
 
@@ -293,19 +302,32 @@ class _Window(NamedTuple):
         flat = raw_tokens(problem, "query", rows, self.start)
         front = rows.start + problem.sees.query_start - group.first * self.size
         query = in_blocks(flat, group.num_blocks * self.size, self.size, front)
-        sources: list[Source] = [_Near(keys, group.stop is None), *reads]
+        sources: list[Source] = [_Near(keys, self.visible(group, front)), *reads]
         if clusters is not None:
             sources[1:] = [ChosenKeys(clusters, flat, reads)]
         part = join(self.blocked, self.functions, query, sources)
         assert part is not None
         return flat_rows(part, rows.stop - rows.start, front)
 
+    def visible(self, group: _Group, front: int) -> Array:
+        """Which near keys the queries of each block see, ``(..., w, s)``; None for all."""
+        problem, w, n = self.problem, self.size, group.num_blocks
+        if group.stop is not None:
+            return None
+        if group.stops is None:
+            return in_band(problem.key, w, 2 * w, (-w, w))
+        of_rows = np.zeros(n * w, np.int64)
+        of_rows[front : front + group.rows.stop - group.rows.start] = group.stops[group.rows]
+        place = np.arange(group.first - 1, group.first - 1 + n)[:, None] * w + np.arange(3 * w)
+        seen = place[:, None, :] < of_rows.reshape(n, w, 1)
+        return problem.xp.asarray(seen, device=array_api_compat.device(problem.key))
+
 
 class _Near(NamedTuple):
     """A source: the keys of each block of queries and of the blocks beside it."""
 
     keys: _Keys
-    is_causal: bool
+    visible: Array
 
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
@@ -325,25 +347,27 @@ class _Near(NamedTuple):
             xp, since = problem.xp, decay_since(beside(decay, g))
             bias = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
             bias = xp.astype(bias, problem.dtype, copy=False)
-        visible = in_band(values_and_one, w, s, (-w, w)) if self.is_causal else None
-        pairs = beside(values_and_one, g), visible, bias, problem.policy.lazy
+        pairs = beside(values_and_one, g), self.visible, bias, problem.policy.lazy
         return exact_pairs(spec, query, keys, *pairs, functions.exact_block)
 
 
 def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
-    """Cut queries into runs that are causal, None, or see the keys before one stop."""
+    """Cut queries into runs that see the keys before one stop, or, None, near keys at most."""
     stops, length, start = problem.sees.key_stop, problem.query.shape[-2], problem.sees.query_start
     if not length:
         return
     if stops is None:
         yield slice(0, length), problem.key.shape[-2] if problem.sees.ahead else None
         return
-    is_new = np.diff(stops, prepend=-1) != 0
-    is_causal = is_new & (stops == start + np.arange(1, length + 1))
-    changes = np.diff(is_causal, prepend=not is_causal[0])
-    firsts = np.flatnonzero(changes | (is_new & ~is_causal))
-    for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), length], strict=True):
-        yield slice(first, end), None if is_causal[first] else int(stops[first])
+    w = problem.exact.window
+    block = np.arange(start, start + length) // w * w
+    is_near = (block - w <= stops) & (stops <= block + 2 * w)
+    is_new = np.diff(is_near, prepend=not is_near[0]) | (
+        ~is_near & (np.diff(stops, prepend=-1) != 0)
+    )
+    firsts = np.flatnonzero(is_new).tolist()
+    for first, end in zip(firsts, [*firsts[1:], length], strict=True):
+        yield slice(first, end), None if is_near[first] else int(stops[first])
 
 
 def _running(
