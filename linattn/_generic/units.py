@@ -55,7 +55,8 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     first, given = arrays[0], [x for x in arrays if x is not None and 0 not in x.shape]
     xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
     most = 2.0 ** LARGE[bits]
-    if not given or not (bits > 16 if is_numpy else whole):
+    has_units = bits > 16 if is_numpy else whole and not array_api_compat.is_dask_array(first)
+    if not given or not has_units:
         return 0
     if xp.finfo(first.dtype).max < most:
         return 0
@@ -156,8 +157,7 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
     ``whole``, for gradients: as for :func:`unit_log`; numbers of torch and JAX get units too.
     """
     value, state, seen = problem.value, problem.state, problem.weights.key_mask
-    is_read = isinstance(value, np.ndarray) or (whole and not array_api_compat.is_dask_array(value))
-    if problem.exact.assigned is not None or not is_read:
+    if problem.exact.assigned is not None or not (isinstance(value, np.ndarray) or whole):
         return 0
     lead, is_empty = heads_of(problem), 0 in value.shape
     log = unit_log(lead, value, seen=seen, whole=whole)
