@@ -58,7 +58,8 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     has_units = bits > 16 if is_numpy else whole and not array_api_compat.is_dask_array(first)
     if not given or not has_units:
         return 0
-    if xp.finfo(first.dtype).max < most:
+    if str(first.dtype).rpartition(".")[2] == "float16":
+        # Its largest number is less than that.
         return 0
     if not whole:
         middle = given[0].shape[-2] // 2
@@ -92,6 +93,8 @@ def _largest(x: Array, mask: Array, num_lead: int) -> Array:
 def _exponent(x: Array) -> Array:
     """Return the exponents of positive numbers, as ``frexp`` does, which the standard lacks."""
     xp = namespace(x)
+    if dtype_bits(x.dtype) == 16:
+        x = xp.astype(x, xp.float32)
     if hasattr(xp, "frexp"):
         return xp.frexp(x)[1]
     logs = xp.log2(xp.where(x > 0, x, xp.ones_like(x)))
@@ -101,9 +104,12 @@ def _exponent(x: Array) -> Array:
 def _power(log: Array, dtype: Any) -> Array:
     """Return ``2^log``."""
     xp = namespace(log)
+    wide = xp.float32 if dtype_bits(dtype) == 16 else dtype
     if hasattr(xp, "ldexp"):
-        return xp.ldexp(xp.ones_like(log, dtype=dtype), log)
-    return xp.pow(xp.full_like(log, 2.0, dtype=dtype), xp.astype(log, dtype))
+        power = xp.ldexp(xp.ones_like(log, dtype=wide), log)
+    else:
+        power = xp.pow(xp.full_like(log, 2.0, dtype=wide), xp.astype(log, wide))
+    return xp.astype(power, dtype, copy=False)
 
 
 def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
