@@ -56,6 +56,9 @@ def unit_log(lead: tuple[int, ...], *arrays: Array, seen: Array = None, whole: b
     xp, bits, is_numpy = namespace(first), dtype_bits(first.dtype), isinstance(first, np.ndarray)
     most = 2.0 ** LARGE[bits]
     has_units = bits > 16 if is_numpy else whole and not array_api_compat.is_dask_array(first)
+    if array_api_compat.is_cupy_array(first):
+        # CuPy's functions know no bfloat16.
+        has_units = has_units and bits > 16
     if not given or not has_units:
         return 0
     if str(first.dtype).rpartition(".")[2] == "float16":
@@ -93,8 +96,6 @@ def _largest(x: Array, mask: Array, num_lead: int) -> Array:
 def _exponent(x: Array) -> Array:
     """Return the exponents of positive numbers, as ``frexp`` does, which the standard lacks."""
     xp = namespace(x)
-    if dtype_bits(x.dtype) == 16:
-        x = xp.astype(x, xp.float32)
     if hasattr(xp, "frexp"):
         return xp.frexp(x)[1]
     logs = xp.log2(xp.where(x > 0, x, xp.ones_like(x)))
@@ -104,12 +105,9 @@ def _exponent(x: Array) -> Array:
 def _power(log: Array, dtype: Any) -> Array:
     """Return ``2^log``."""
     xp = namespace(log)
-    wide = xp.float32 if dtype_bits(dtype) == 16 else dtype
     if hasattr(xp, "ldexp"):
-        power = xp.ldexp(xp.ones_like(log, dtype=wide), log)
-    else:
-        power = xp.pow(xp.full_like(log, 2.0, dtype=wide), xp.astype(log, wide))
-    return xp.astype(power, dtype, copy=False)
+        return xp.ldexp(xp.ones_like(log, dtype=dtype), log)
+    return xp.pow(xp.full_like(log, 2.0, dtype=dtype), xp.astype(log, dtype))
 
 
 def times_power(x: Array, log: Any, *, in_place: bool = False) -> Array:
