@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,8 +53,9 @@ def _interrupted(make, step):
     finally:
         sys.settrace(before)
         # A trace also raises where Python looks for no signal: before a lock is released.
-        while blas.blas._lock._is_owned():
-            blas.blas._lock.release()
+        lock: Any = blas.blas._lock
+        while lock._is_owned():
+            lock.release()
     return False
 
 

@@ -359,7 +359,7 @@ def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
     if stops is None:
         yield slice(0, length), problem.key.shape[-2] if problem.sees.ahead else None
         return
-    w = problem.exact.window
+    w = problem.exact.window or 1
     block = np.arange(start, start + length) // w * w
     is_near = (block - w <= stops) & (stops <= block + 2 * w)
     is_new = np.diff(is_near, prepend=not is_near[0]) | (
