@@ -41,8 +41,9 @@ class Explanation:
     Attributes
     ----------
     choices : tuple of Choice
-        Rows in the order of the first call. ``tier`` is "whole" (one call for a problem) or
-        "block"; ``function`` is a name; ``calls`` counts. ``code`` answered: a backend's module,
+        Rows in the order of the first call. ``tier`` is "whole" (one call for a problem), "block",
+        or "call" for the row ``home`` of torch's and JAX's arrays, whose ``code`` is the library
+        that computes in their memory; ``function`` is a name; ``calls`` counts. ``code`` answered: a backend's module,
         ``"generic"``, or ``"driver"`` if a whole problem was cut into blocks. ``reason`` says why
         no backend answered, ``""`` if one did.
 
@@ -71,7 +72,7 @@ class Explanation:
         with _COUNTING:
             calls = list(self._calls.items())
         return tuple(
-            Choice("whole" if hasattr(WholeTier, name) else "block", name, code, reason, count)
+            Choice(_tier(name), name, code, reason, count)
             for (name, code, reason), count in calls
         )
 
@@ -92,6 +93,16 @@ class Explanation:
                 row[4], 80, initial_indent=first, subsequent_indent=" " * len(first)
             ) or [first.rstrip()]
         return "\n".join(lines)
+
+
+HOME = "home"
+"""Name of the row that says in which library a call runs."""
+
+
+def _tier(name: str) -> str:
+    if name == HOME:
+        return "call"
+    return "whole" if hasattr(WholeTier, name) else "block"
 
 
 class _Mode(NamedTuple):
@@ -199,6 +210,18 @@ def _backend(xp: ModuleType, mode: _Mode) -> ModuleType | None:
         return None
     module_name = _entry_points().get(_arrays.library_name(xp))
     return None if module_name is None else _load(module_name)
+
+
+def uses_home(xp: ModuleType) -> bool:
+    """Whether arrays of a library that has no backend may be computed at their home."""
+    return _mode.get().backends and _arrays.library_name(xp) not in _entry_points()
+
+
+def note_home(home: ModuleType, xp: ModuleType) -> None:
+    """Record in the open explanation that a call runs in another library, on the same memory."""
+    report = _mode.get().report
+    if report is not None:
+        report.add(HOME, _arrays.library_name(home), f"memory of {_arrays.library_name(xp)}")
 
 
 def find(name: str, xp: ModuleType) -> Callable[..., Any] | None:

@@ -22,6 +22,7 @@ from linattn._driver.walks import head_tasks, initial_state, join_tasks, planned
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.hierarchical import pad
+from linattn._home import at_home, home_of
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
 
 SOURCES = {"two-sided": 2, "window": 2}
@@ -49,13 +50,17 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     covered = walked and problem.normalize and problem.weights.log_decay is None
     if not covered or not all(isinstance(s, Exponential | Pointwise) for s in specs):
         return None
-    return None if _dispatch.find("scan_vjp", problem.xp) is None else Checkpoints()
+    home = home_of(problem.query)
+    xp = problem.xp if home is None else home.namespace
+    return None if _dispatch.find("scan_vjp", xp) is None else Checkpoints(xp)
 
 
+@at_home
 def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
     """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
+    checkpoints = checkpoints and checkpoints.of(problem)
     value = units.value_log(problem, whole=True)
     cotangent, grad = _in_units(cotangent, units.heads_of(problem), value)
     found = _pull(units.in_units(problem, value), cotangent, checkpoints)

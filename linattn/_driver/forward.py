@@ -40,6 +40,7 @@ from linattn._driver.walks import (
     update,
 )
 from linattn._generic import units
+from linattn._home import at_home
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
@@ -58,6 +59,7 @@ class _Solved(NamedTuple):
     """Whether denominators are negative, ``(..., L)``; None where that is not inspected."""
 
 
+@at_home
 def solve(
     problem: Problem, *, return_state: bool, checkpoints: Checkpoints | None = None
 ) -> tuple[Array, State | None, Array | None]:
@@ -65,6 +67,7 @@ def solve(
 
     ``checkpoints`` stores states on the way.
     """
+    checkpoints = checkpoints and checkpoints.of(problem)
     # Checkpoints have the units of the pullback.
     log = units.value_log(problem, whole=checkpoints is not None)
     output, state, norm = _solve(units.in_units(problem, log), return_state, checkpoints)
@@ -96,6 +99,7 @@ def _solve(
     return solved[:3]
 
 
+@at_home
 def solve_in_parts(
     whole: Problem, length: int, log: Any = None
 ) -> tuple[Array, State, Array | None, list[State]]:
@@ -300,6 +304,7 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
     return State(kvz, log_scale, before + problem.key.shape[-2])
 
 
+@at_home
 def step(problem: Problem, state: State) -> tuple[Array, State]:
     """One token: add its key and value to the state, then read with its query.
 

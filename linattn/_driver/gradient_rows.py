@@ -216,13 +216,18 @@ class Checkpoints:
     last: State | None = None
     """State of all keys in full attention; None for causal attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
         self._states: dict[Name, dict[int, State]] = {}
         self._parts: dict[int, Checkpoints] = {}
 
+    def of(self, problem: Problem) -> Checkpoints | None:
+        """Return these checkpoints if their states are arrays of the problem's library."""
+        return self if problem.xp is self._xp else None
+
     def part(self, number: int) -> Checkpoints:
         """Return the checkpoints of batch ``number`` of a packed problem."""
-        return self._parts.setdefault(number, Checkpoints())
+        return self._parts.setdefault(number, Checkpoints(self._xp))
 
     def store(self, problem: Problem, block_size: int, task: Index, row: int, state: State) -> None:
         """Store the state before ``row`` of a task if a checkpoint is due there; else ignore it."""

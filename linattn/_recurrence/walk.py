@@ -12,6 +12,7 @@ from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
+from linattn._home import at_home
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences
@@ -88,6 +89,7 @@ def _initial_state(problem: Recurrence) -> Array:
     return zeros if problem.initial_state is None else problem.initial_state + zeros
 
 
+@at_home
 def solve(problem: Recurrence) -> tuple[Array, Array]:
     """Output and state after the last token, by the backend if it does the problem."""
     problem, log = units.recurrence_in_units(problem)
@@ -114,6 +116,7 @@ def _whole(name: str, problem: Recurrence, *cotangents: Array) -> Any:
     return None if is_declined(answer) else answer
 
 
+@at_home
 def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
     """Output, state after the last token, and the states before groups, for a pullback.
 
@@ -150,6 +153,7 @@ def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
         return xp.concat(parts, axis=-2), state, before_groups
 
 
+@at_home
 def pull_back(
     problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
 ) -> list[Array]:
@@ -219,6 +223,7 @@ def _pull_back(
         return [*together, sum_to(grad_state, tuple(problem.initial_state.shape[:-2]), 2)]
 
 
+@at_home
 def step(problem: Recurrence) -> tuple[Array, Array]:
     """Take one token, L = 1: its output ``(..., e)`` and the state after it."""
     xp, dtype, log = problem.xp, problem.dtype, 0

@@ -1,0 +1,185 @@
+"""The home of arrays: calls on torch's and JAX's CPU arrays are computed by NumPy, in their memory.
+
+The functions of the driver that solve a problem are decorated with :func:`at_home`. If all arrays
+of their arguments are plain CPU arrays of one library, they are viewed as NumPy's, nothing is
+copied, and the results are given back as arrays of that library. Everything else runs by the code
+of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that torch is to
+differentiate, maps without specs, libraries with a backend, and calls inside `without_backends`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import array_api_compat
+import numpy as np
+
+from linattn import _arrays, _dispatch
+from linattn.typing import Array, Opaque, Problem, Recurrence
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_NOTHING_TO_DO = (type(None), bool, int, float, str, np.ndarray, np.dtype, np.generic)
+
+
+class Home(NamedTuple):
+    """How arrays of a library become NumPy's, and results its own."""
+
+    view: Callable[[Array], Array]
+    """Raises `_Abroad` for an array that NumPy cannot view, or should not."""
+    own: Callable[[Array], Array]
+    namespace: Any = _arrays.namespace(np.empty(0))
+
+    def record(self, x: Any) -> Any:
+        """View all arrays in an argument of the driver."""
+        if isinstance(x, Problem | Recurrence):
+            return self._problem(x)
+        return _changed(x, self.view)
+
+    def results(self, x: Any) -> Any:
+        """Give all arrays of a result to the library."""
+        return _changed(x, lambda array: self.own(array), np.ndarray)
+
+    def _problem(self, problem: Any) -> Any:
+        wide = _arrays.dtype_bits(problem.dtype) == 64
+        changes = {"xp": self.namespace, "dtype": FLOAT64 if wide else FLOAT32}
+        for name, x in problem.__dict__.items():
+            if name not in ("xp", "dtype", "feature_map", "plans", "policy"):
+                after = self.record(x)
+                if after is not x:
+                    changes[name] = after
+        if isinstance(problem, Recurrence):
+            return replace(problem, **changes)
+        return problem.replace(policy=problem.policy._replace(lazy=False), **changes)
+
+
+class _Abroad(Exception):
+    """An array has no home, or must not be computed there."""
+
+
+def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
+    """Apply a function to all arrays in a record; arrays of one kind only, if given."""
+    if kind is not None and isinstance(x, kind):
+        return change(x)
+    if isinstance(x, _NOTHING_TO_DO):
+        return x
+    if isinstance(x, tuple | list):
+        parts = [_changed(part, change, kind) for part in x]
+        if all(new is old for new, old in zip(parts, x, strict=True)):
+            return x
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    if is_dataclass(x):
+        if isinstance(x, Opaque):
+            raise _Abroad
+        given = {each.name: getattr(x, each.name) for each in fields(x) if each.init}
+        parts = {name: _changed(part, change, kind) for name, part in given.items()}
+        changes = {name: part for name, part in parts.items() if part is not given[name]}
+        return replace(x, **changes) if changes else x
+    return change(x) if kind is None and array_api_compat.is_array_api_obj(x) else x
+
+
+def home_of(array: Array) -> Home | None:
+    """Return the home of arrays of a library; None if it has none, or has a backend."""
+    if isinstance(array, np.ndarray) or not _dispatch.uses_home(_arrays.namespace(array)):
+        return None
+    if array_api_compat.is_torch_array(array):
+        return _of_torch(sys.modules["torch"])
+    if array_api_compat.is_jax_array(array):
+        return _of_jax(sys.modules["jax"], array)
+    return None
+
+
+def at_home(function: _F) -> _F:
+    """Decorate a function of the driver, whose first argument has arrays, to run at their home."""
+
+    @wraps(function)
+    def call(record: Any, *args: Any, **kwargs: Any) -> Any:
+        first = record.query if isinstance(record, Problem | Recurrence) else record.kvz
+        if isinstance(first, np.ndarray):
+            return function(record, *args, **kwargs)
+        home = home_of(first)
+        try:
+            if home is None:
+                raise _Abroad
+            given = [home.record(x) for x in (record, *args)]
+            options = {name: home.record(x) for name, x in kwargs.items()}
+        except _Abroad:
+            return function(record, *args, **kwargs)
+        _dispatch.note_home(home.namespace, _arrays.namespace(first))
+        return home.results(function(*given, **options))
+
+    return call  # type: ignore[return-value]
+
+
+# torch --------------------------------------------------------------------------------------------
+
+
+def _of_torch(torch: Any) -> Home | None:
+    functorch, state = torch._C._functorch, torch._C
+    is_watched = (
+        torch.compiler.is_compiling()
+        or state._get_tracing_state() is not None
+        or state._len_torch_dispatch_stack()
+        or functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+    return None if is_watched else Home(_tensor_view, _as_tensor)
+
+
+def _tensor_view(tensor: Any) -> Array:
+    torch = sys.modules["torch"]
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.device.type != "cpu"
+        or tensor.layout != torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or (tensor.requires_grad and torch.is_grad_enabled())
+        or torch._is_functional_tensor(tensor)
+    ):
+        raise _Abroad
+    if tensor.dtype != torch.bfloat16:
+        return tensor.detach().numpy()
+    bfloat16 = getattr(_ml_dtypes(), "bfloat16", None)
+    if bfloat16 is None:
+        raise _Abroad
+    return tensor.detach().view(torch.int16).numpy().view(bfloat16)
+
+
+def _as_tensor(array: Any) -> Any:
+    torch = sys.modules["torch"]
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@lru_cache(1)
+def _ml_dtypes() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return ml_dtypes
+
+
+# JAX ----------------------------------------------------------------------------------------------
+
+
+def _of_jax(jax: Any, array: Any) -> Home | None:
+    if isinstance(array, jax.core.Tracer):
+        return None
+    device = next(iter(array.devices()))
+
+    def view(x: Any) -> Array:
+        is_here = not isinstance(x, jax.core.Tracer) and x.devices() == {device}
+        if not is_here or device.platform != "cpu":
+            raise _Abroad
+        return np.asarray(x)
+
+    return Home(view, lambda x: jax.device_put(x, device))
