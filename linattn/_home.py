@@ -23,6 +23,7 @@ from linattn.typing import Array, Opaque, Problem, Recurrence
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_NOT_WALKED = ("xp", "dtype", "feature_map", "plans", "policy")
 _NOTHING_TO_DO = (type(None), bool, int, float, str, np.ndarray, np.dtype, np.generic)
 
 
@@ -40,6 +41,14 @@ class Home(NamedTuple):
             return self._problem(x)
         return _changed(x, self.view)
 
+    def covers(self, record: Any) -> bool:
+        """Whether all arrays of a record may be viewed."""
+        try:
+            self.record(record)
+        except _Abroad:
+            return False
+        return True
+
     def results(self, x: Any) -> Any:
         """Give all arrays of a result to the library."""
         return _changed(x, lambda array: self.own(array), np.ndarray)
@@ -48,7 +57,7 @@ class Home(NamedTuple):
         wide = _arrays.dtype_bits(problem.dtype) == 64
         changes = {"xp": self.namespace, "dtype": FLOAT64 if wide else FLOAT32}
         for name, x in problem.__dict__.items():
-            if name not in ("xp", "dtype", "feature_map", "plans", "policy"):
+            if name not in _NOT_WALKED:
                 after = self.record(x)
                 if after is not x:
                     changes[name] = after
@@ -80,6 +89,23 @@ def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
         changes = {name: part for name, part in parts.items() if part is not given[name]}
         return replace(x, **changes) if changes else x
     return change(x) if kind is None and array_api_compat.is_array_api_obj(x) else x
+
+
+def arrays_of(record: Any) -> list[Array] | None:
+    """List the arrays of a problem or recurrence that are not the host's; None of a map's code."""
+    found: list[Array] = []
+
+    def note(array: Array) -> Array:
+        found.append(array)
+        return array
+
+    try:
+        for name, x in record.__dict__.items():
+            if name not in _NOT_WALKED:
+                _changed(x, note)
+    except _Abroad:
+        return None
+    return found
 
 
 def home_of(array: Array) -> Home | None:

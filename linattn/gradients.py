@@ -335,11 +335,11 @@ def differentiable_problem(
             f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
         )
         raise NotImplementedError(message)
-    _check_window(problem)
+    check_window(problem)
     return problem
 
 
-def _check_window(problem: Problem) -> None:
+def check_window(problem: Problem) -> None:
     """Refuse exact windows beside options through which they are not pulled back."""
     covered = problem.sees.key_stop is None and problem.weights.log_decay is None
     if problem.exact.window is None or covered:
@@ -369,7 +369,7 @@ def pullback_of(
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
         shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
         _checks.check_cotangent("grad_output", grad_output, "output", shape, problem.query)
-        cotangent = Cotangent(grad_output, _state_cotangent(grad_state, log_scale, problem))
+        cotangent = Cotangent(grad_output, state_cotangent(grad_state, log_scale, problem))
         gradients = backward.pull(problem, cotangent, checkpoints)
         state = () if problem.state is None else (gradients.state,)
         rest = (_like(name, getattr(gradients, name), array) for name, array in weights.items())
@@ -390,7 +390,7 @@ def _like(name: str, gradient: Array, array: Array) -> Array:
     return xp.astype(summed, array.dtype, copy=False)
 
 
-def _state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
+def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
     """Return the cotangent of the last state: ``grad_state exp(-log_scale)``."""
     if grad_state is None:
         return None
