@@ -119,26 +119,37 @@ def home_of(array: Array) -> Home | None:
     return None
 
 
-def at_home(function: _F) -> _F:
-    """Decorate a function of the driver, whose first argument has arrays, to run at their home."""
+def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
+    """Decorate a function of the driver, whose first argument has arrays, to run at their home.
 
-    @wraps(function)
-    def call(record: Any, *args: Any, **kwargs: Any) -> Any:
-        first = record.query if isinstance(record, Problem | Recurrence) else record.kvz
-        if isinstance(first, np.ndarray):
-            return function(record, *args, **kwargs)
-        home = home_of(first)
-        try:
-            if home is None:
-                raise _Abroad
-            given = [home.record(x) for x in (record, *args)]
-            options = {name: home.record(x) for name, x in kwargs.items()}
-        except _Abroad:
-            return function(record, *args, **kwargs)
-        _dispatch.note_home(home.namespace, _arrays.namespace(first))
-        return home.results(function(*given, **options))
+    ``instead``: a function of torch's tensors that is tried first, and returns None to decline.
+    """
 
-    return call  # type: ignore[return-value]
+    def decorate(function: _F) -> _F:
+        @wraps(function)
+        def call(record: Any, *args: Any, **kwargs: Any) -> Any:
+            first = record.query if isinstance(record, Problem | Recurrence) else record.kvz
+            if isinstance(first, np.ndarray):
+                return function(record, *args, **kwargs)
+            home = home_of(first)
+            try:
+                if home is None:
+                    raise _Abroad
+                given = [home.record(x) for x in (record, *args)]
+                options = {name: home.record(x) for name, x in kwargs.items()}
+            except _Abroad:
+                return function(record, *args, **kwargs)
+            if instead is not None and home.view is _tensor_view:
+                answer = instead(record, *args, **kwargs)
+                if answer is not None:
+                    _dispatch.note_home(_arrays.namespace(first), _arrays.namespace(first))
+                    return answer
+            _dispatch.note_home(home.namespace, _arrays.namespace(first))
+            return home.results(function(*given, **options))
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 # torch --------------------------------------------------------------------------------------------

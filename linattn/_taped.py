@@ -18,6 +18,7 @@ from linattn._driver import backward, forward
 from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn._home import arrays_of, home_of
 from linattn._recurrence import walk
+from linattn._torch_exact import Kept
 from linattn.gradients import check_window, state_cotangent
 from linattn.typing import Array, Cotangent, Problem, Recurrence, State
 
@@ -99,6 +100,11 @@ class _Call(NamedTuple):
     return_state: bool
     names: tuple[str, ...]
 
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the pullback reads the output: that of exact attention does."""
+        return isinstance(self.bare, Problem) and not self.bare.num_features
+
     def problem(self, tensors: Any) -> Any:
         return self.kind.insert(self.bare, dict(zip(self.names, tensors, strict=True)))
 
@@ -114,25 +120,26 @@ def _node() -> Any:
         def forward(ctx: Any, call: _Call, *tensors: Array) -> Any:
             results, ctx.kept = call.kind.solve(call.problem(tensors), call.return_state)
             ctx.call = call
-            ctx.save_for_backward(*tensors, *results[1:])
+            ctx.save_for_backward(*tensors, *results[0 if call.keeps_output else 1 :])
             ctx.mark_non_differentiable(*results[2:])
             return tuple(results)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Array) -> Any:
             call, count = ctx.call, len(ctx.call.names)
-            tensors, state = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            tensors, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            results = results if call.keeps_output else (None, *results)
             problem = call.problem(tensors)
             if torch.is_grad_enabled():
-                return None, *_pull_by_torch(call, problem, tensors, state, cotangents)
-            found = call.kind.pull(problem, ctx.kept, state, *cotangents)
+                return None, *_pull_by_torch(call, problem, tensors, results, cotangents)
+            found = call.kind.pull(problem, ctx.kept, results, *cotangents)
             return None, *(found[name] for name in call.names)
 
     return Attend
 
 
 def _pull_by_torch(
-    call: _Call, problem: Any, tensors: Any, state: Any, cotangents: Any
+    call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any
 ) -> list[Array]:
     """Gradients that can be differentiated again: the call once more, on torch's tape."""
     import torch
@@ -140,7 +147,7 @@ def _pull_by_torch(
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
         # On the scale that the caller has.
-        log = torch.where(state[1] == -torch.inf, 0, results[2] - state[1])
+        log = torch.where(before[2] == -torch.inf, 0, results[2] - before[2])
         results[1] = results[1] * torch.exp(log)[..., None]
     wanted = [x for x in tensors if x.requires_grad]
     pairs = zip(results[:2], cotangents, strict=False)
@@ -175,7 +182,11 @@ def _with_arrays(problem: Problem, arrays: Arrays) -> Problem:
 
 
 def _solve(problem: Problem, return_state: bool, *, taped: bool = False) -> Any:
-    checkpoints = None if taped or not problem.num_features else backward.checkpoints_for(problem)
+    if not problem.num_features:
+        exact = problem.replace(want_log=not taped)
+        output, _, log = forward.solve(exact, return_state=False)
+        return [output], log
+    checkpoints = None if taped else backward.checkpoints_for(problem)
     output, state, _ = forward.solve(problem, return_state=return_state, checkpoints=checkpoints)
     results = [output]
     if return_state:
@@ -184,10 +195,13 @@ def _solve(problem: Problem, return_state: bool, *, taped: bool = False) -> Any:
     return results, checkpoints
 
 
-def _pull(problem: Problem, checkpoints: Any, state: Any, grad: Array, *grad_state: Array) -> Arrays:
-    log_scale = state[1] if state else None
-    of_state = state_cotangent(grad_state[0] if state else None, log_scale, problem)
-    found = backward.pull(problem, Cotangent(grad, of_state), checkpoints)._asdict()
+def _pull(problem: Problem, kept: Any, results: Any, grad: Array, *grad_state: Array) -> Arrays:
+    of_state = None
+    if len(results) == 3:
+        of_state = state_cotangent(grad_state[0], results[2], problem)
+    if not problem.num_features:
+        kept = Kept(results[0], kept)
+    found = backward.pull(problem, Cotangent(grad, of_state), kept)._asdict()
     decay = problem.weights.log_decay
     if decay is not None:
         found["log_decay"] = sum_to(found["log_decay"], tuple(decay.shape), 0).to(decay.dtype)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _arrays, _dispatch
+from linattn import _arrays, _dispatch, _torch_exact
 from linattn._dispatch import block_functions
 from linattn._driver.blocks import decay_of_rows, take, take_problem, task_index
 from linattn._driver.gradient_rows import Checkpoints, GradientRows, GradientWalk, empty_adjoint
@@ -55,7 +55,12 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     return None if _dispatch.find("scan_vjp", xp) is None else Checkpoints(xp)
 
 
-@at_home
+def _pull_by_torch(*arguments: Any) -> Gradients | None:
+    found = _torch_exact.pull(*arguments)
+    return None if found is None else Gradients(*found, state=None)
+
+
+@at_home(_pull_by_torch)
 def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:

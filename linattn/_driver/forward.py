@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _dispatch, _generic
+from linattn import _arrays, _dispatch, _generic, _torch_exact
 from linattn._driver.blocks import (
     OutputRows,
     block_slices,
@@ -59,7 +59,7 @@ class _Solved(NamedTuple):
     """Whether denominators are negative, ``(..., L)``; None where that is not inspected."""
 
 
-@at_home
+@at_home(_torch_exact.solve)
 def solve(
     problem: Problem, *, return_state: bool, checkpoints: Checkpoints | None = None
 ) -> tuple[Array, State | None, Array | None]:
@@ -99,7 +99,7 @@ def _solve(
     return solved[:3]
 
 
-@at_home
+@at_home()
 def solve_in_parts(
     whole: Problem, length: int, log: Any = None
 ) -> tuple[Array, State, Array | None, list[State]]:
@@ -304,7 +304,7 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
     return State(kvz, log_scale, before + problem.key.shape[-2])
 
 
-@at_home
+@at_home()
 def step(problem: Problem, state: State) -> tuple[Array, State]:
     """One token: add its key and value to the state, then read with its query.
 

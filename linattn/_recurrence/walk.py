@@ -89,7 +89,7 @@ def _initial_state(problem: Recurrence) -> Array:
     return zeros if problem.initial_state is None else problem.initial_state + zeros
 
 
-@at_home
+@at_home()
 def solve(problem: Recurrence) -> tuple[Array, Array]:
     """Output and state after the last token, by the backend if it does the problem."""
     problem, log = units.recurrence_in_units(problem)
@@ -116,7 +116,7 @@ def _whole(name: str, problem: Recurrence, *cotangents: Array) -> Any:
     return None if is_declined(answer) else answer
 
 
-@at_home
+@at_home()
 def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
     """Output, state after the last token, and the states before groups, for a pullback.
 
@@ -153,7 +153,7 @@ def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
         return xp.concat(parts, axis=-2), state, before_groups
 
 
-@at_home
+@at_home()
 def pull_back(
     problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
 ) -> list[Array]:
@@ -223,7 +223,7 @@ def _pull_back(
         return [*together, sum_to(grad_state, tuple(problem.initial_state.shape[:-2]), 2)]
 
 
-@at_home
+@at_home()
 def step(problem: Recurrence) -> tuple[Array, Array]:
     """Take one token, L = 1: its output ``(..., e)`` and the state after it."""
     xp, dtype, log = problem.xp, problem.dtype, 0
