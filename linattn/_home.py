@@ -19,11 +19,12 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _dispatch
-from linattn.typing import Array, Opaque, Problem, Recurrence
+from linattn.typing import Affine, Array, Opaque, Problem, Recurrence
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _NOT_WALKED = ("xp", "dtype", "feature_map", "plans", "policy")
+_OF_THE_MAP = ("query_spec", "key_spec", "query_change", "key_change")
 _NOTHING_TO_DO = (type(None), bool, int, float, str, np.ndarray, np.dtype, np.generic)
 
 
@@ -31,7 +32,7 @@ class Home(NamedTuple):
     """How arrays of a library become NumPy's, and results its own."""
 
     view: Callable[[Array], Array]
-    """Raises `_Abroad` for an array that NumPy cannot view, or should not."""
+    """Raises `Abroad` for an array that NumPy cannot view, or should not."""
     own: Callable[[Array], Array]
     namespace: Any = _arrays.namespace(np.empty(0))
 
@@ -45,7 +46,7 @@ class Home(NamedTuple):
         """Whether all arrays of a record may be viewed."""
         try:
             self.record(record)
-        except _Abroad:
+        except Abroad:
             return False
         return True
 
@@ -56,18 +57,39 @@ class Home(NamedTuple):
     def _problem(self, problem: Any) -> Any:
         wide = _arrays.dtype_bits(problem.dtype) == 64
         changes = {"xp": self.namespace, "dtype": FLOAT64 if wide else FLOAT32}
-        for name, x in problem.__dict__.items():
-            if name not in _NOT_WALKED:
-                after = self.record(x)
-                if after is not x:
-                    changes[name] = after
+        for name, x in _walked(problem):
+            after = self.record(x)
+            if after is not x:
+                changes[name] = after
+        if is_ours(getattr(problem, "feature_map", None)):
+            # Its parameters are on the host, and a function of it takes any array.
+            both = problem.feature_map.specs(self.namespace, changes["dtype"], "cpu")
+            for side, spec in zip(("query", "key"), both, strict=True):
+                inside, change = (spec.spec, spec) if isinstance(spec, Affine) else (spec, None)
+                changes |= {f"{side}_spec": inside, f"{side}_change": change}
         if isinstance(problem, Recurrence):
             return replace(problem, **changes)
         return problem.replace(policy=problem.policy._replace(lazy=False), **changes)
 
 
-class _Abroad(Exception):
-    """An array has no home, or must not be computed there."""
+def is_ours(feature_map: Any) -> bool:
+    """Whether a map, and the maps in it, are linattn's."""
+    if not getattr(feature_map, "_caches_specs", False):
+        return False
+    inside = [x for x in vars(feature_map).values() if hasattr(x, "query_features")]
+    return all(map(is_ours, inside))
+
+
+def _walked(record: Any) -> list[tuple[str, Any]]:
+    """List the fields of a problem that may have arrays of the caller's."""
+    not_walked = _NOT_WALKED
+    if is_ours(getattr(record, "feature_map", None)):
+        not_walked += _OF_THE_MAP
+    return [(name, x) for name, x in record.__dict__.items() if name not in not_walked]
+
+
+class Abroad(Exception):
+    """Raised for an array that has no home, or must not be computed there."""
 
 
 def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
@@ -83,7 +105,7 @@ def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     if is_dataclass(x):
         if isinstance(x, Opaque):
-            raise _Abroad
+            raise Abroad
         given = {each.name: getattr(x, each.name) for each in fields(x) if each.init}
         parts = {name: _changed(part, change, kind) for name, part in given.items()}
         changes = {name: part for name, part in parts.items() if part is not given[name]}
@@ -100,17 +122,18 @@ def arrays_of(record: Any) -> list[Array] | None:
         return array
 
     try:
-        for name, x in record.__dict__.items():
-            if name not in _NOT_WALKED:
-                _changed(x, note)
-    except _Abroad:
+        for _, x in _walked(record):
+            _changed(x, note)
+    except Abroad:
         return None
     return found
 
 
 def home_of(array: Array) -> Home | None:
     """Return the home of arrays of a library; None if it has none, or has a backend."""
-    if isinstance(array, np.ndarray) or not _dispatch.uses_home(_arrays.namespace(array)):
+    if isinstance(array, np.ndarray) or not array_api_compat.is_array_api_obj(array):
+        return None
+    if not _dispatch.uses_home(_arrays.namespace(array)):
         return None
     if array_api_compat.is_torch_array(array):
         return _of_torch(sys.modules["torch"])
@@ -134,10 +157,10 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
             home = home_of(first)
             try:
                 if home is None:
-                    raise _Abroad
+                    raise Abroad
                 given = [home.record(x) for x in (record, *args)]
                 options = {name: home.record(x) for name, x in kwargs.items()}
-            except _Abroad:
+            except Abroad:
                 return function(record, *args, **kwargs)
             if instead is not None and home.view is _tensor_view:
                 answer = instead(record, *args, **kwargs)
@@ -178,12 +201,12 @@ def _tensor_view(tensor: Any) -> Array:
         or (tensor.requires_grad and torch.is_grad_enabled())
         or torch._is_functional_tensor(tensor)
     ):
-        raise _Abroad
+        raise Abroad
     if tensor.dtype != torch.bfloat16:
         return tensor.detach().numpy()
     bfloat16 = getattr(_ml_dtypes(), "bfloat16", None)
     if bfloat16 is None:
-        raise _Abroad
+        raise Abroad
     return tensor.detach().view(torch.int16).numpy().view(bfloat16)
 
 
@@ -216,7 +239,7 @@ def _of_jax(jax: Any, array: Any) -> Home | None:
     def view(x: Any) -> Array:
         is_here = not isinstance(x, jax.core.Tracer) and x.devices() == {device}
         if not is_here or device.platform != "cpu":
-            raise _Abroad
+            raise Abroad
         return np.asarray(x)
 
     return Home(view, lambda x: jax.device_put(x, device))

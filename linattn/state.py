@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from linattn import _arrays, _checks, _dispatch, _generic, _settings, _taped
 from linattn._driver import forward
@@ -28,6 +29,7 @@ from linattn._driver.stamps import (
 )
 from linattn._generic import units
 from linattn._generic.decay import fade
+from linattn._home import Abroad, Home, home_of, is_ours
 from linattn.typing import Array, ArrayT, Declined, FeatureMap, Problem, State
 
 __all__ = ["Decoder", "State", "init_state", "merge_states", "read_state", "update_state"]
@@ -398,15 +400,19 @@ class Decoder:
         """Of values and numerators in the stepper; None for 1."""
         self._checked: tuple[Problem, tuple[Any, ...]] | None = None
         """A fully checked step, and its `_step_kind`: equal steps skip the checks."""
+        self._at_home: tuple[Home, Decoder] | None = None
+        """The home of torch's or JAX's arrays, and a decoder there, which then has the state."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the stepper and the checked step, which a copy makes anew."""
-        written = {"_stepper": None, "_stepped": 0, "_checked": None}
+        written = {"_stepper": None, "_stepped": 0, "_checked": None, "_at_home": None}
         return {**self.__dict__, **written, "_state": self.state}
 
     def __repr__(self) -> str:
         """Show the map, and shapes in place of the numbers of the state."""
         state = self._state._replace(length=self._state.length + self._stepped)
+        if self._at_home is not None:
+            state = state._replace(length=self._at_home[1].state.length)
         return f"Decoder({self._feature_map!r}, {state!r})"
 
     def copy(self) -> Decoder:
@@ -427,6 +433,8 @@ class Decoder:
         """
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        if self._at_home is not None:
+            twin._at_home = (self._at_home[0], self._at_home[1].copy())
         if self._stepper is not None:
             duplicate = getattr(self._stepper, "copy", None)
             if duplicate is None:
@@ -438,6 +446,10 @@ class Decoder:
     @property
     def state(self) -> State:
         """The state after the last step."""
+        if self._at_home is not None:
+            home, decoder = self._at_home
+            state: State = home.results(decoder.state)
+            return state
         with _generic.ignore_fp_warnings():
             stepper = self._stepper
             kvz, log_scale, length, *_ = _copied(self._state) if stepper is None else stepper.state
@@ -465,6 +477,10 @@ class Decoder:
             As :func:`linattn.decode_step`; the state is then as before.
         """
         arrays: tuple[Array, ...] = (query, key, value)
+        if not isinstance(query, np.ndarray):
+            output = self._step_at_home(arrays, {"key_bias": key_bias, "log_decay": log_decay})
+            if output is not None:
+                return output
         if key_bias is not None or log_decay is not None:
             before, phi = self.state, self._feature_map
             weights = {"key_bias": key_bias, "log_decay": log_decay}
@@ -487,6 +503,27 @@ class Decoder:
             self._leave_stepper()
         query, key, value = (array[..., None, :] for array in arrays)
         return self._by_driver(problem.replace(query=query, key=key, value=value))
+
+    def _step_at_home(self, arrays: Any, weights: dict[str, Any]) -> Array | None:
+        """Take a step at the home of the arrays; None if they have none, or must not go there."""
+        home = home_of(arrays[0])
+        try:
+            if home is None or not is_ours(self._feature_map):
+                raise Abroad
+            tokens = home.record(arrays)
+            weights = {name: home.record(x) for name, x in weights.items()}
+            if self._at_home is None:
+                step_problem(*arrays, self._state, self._feature_map)
+                decoder = Decoder(self._feature_map, home.record(self._state))
+                self._at_home = home, decoder
+        except Abroad:
+            if self._at_home is not None:
+                self._state, self._at_home = self.state, None
+            return None
+        self._at_home = home, self._at_home[1]
+        _dispatch.note_home(home.namespace, _arrays.namespace(arrays[0]))
+        output: Array = home.results(self._at_home[1].step(*tokens, **weights))
+        return output
 
     def _may_need_units(self, value: Array) -> bool:
         """Look at a value of the stream again; rarely: after 1, 2, 4, 8, ... tokens."""

@@ -227,7 +227,7 @@ def test_torch_keeps_only_the_arguments(torch):
             output: Any = function(*leaves, feature_map, is_causal=True)
         kept[function] = sum(saved.values()) / sum(leaf.nbytes for leaf in leaves)
         del output
-    assert kept[interop.linear_attention] <= 1 < 10 < kept[linear]
+    assert max(kept.values()) <= 1
 
 
 def test_torch_differentiates_through_a_window(torch):
@@ -478,7 +478,12 @@ def test_the_backward_pass_is_done_in_the_precision_of_the_forward_pass(torch, j
             output, after = load(framework).linear_attention(
                 query, key, value, phi, is_causal=True, initial_state=state, return_state=True
             )
-        return (output**2).sum() + after.kvz[..., :-1].sum()
+        log = after.log_scale
+        if framework == "torch":
+            scale = torch.exp(log.detach())
+        else:
+            scale = jax.numpy.exp(jax.lax.stop_gradient(log))
+        return (output**2).sum() + (after.kvz[..., :-1] * scale[..., None]).sum()
 
     tensors = [torch.asarray(x).requires_grad_() for x in arrays]
     loss("torch", tensors[0].detach(), *tensors).backward()
