@@ -72,8 +72,7 @@ class Explanation:
         with _COUNTING:
             calls = list(self._calls.items())
         return tuple(
-            Choice(_tier(name), name, code, reason, count)
-            for (name, code, reason), count in calls
+            Choice(_tier(name), name, code, reason, count) for (name, code, reason), count in calls
         )
 
     def ran(self, function: str) -> set[str]:
