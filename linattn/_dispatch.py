@@ -43,9 +43,9 @@ class Explanation:
     choices : tuple of Choice
         Rows in the order of the first call. ``tier`` is "whole" (one call for a problem), "block",
         or "call" for the row ``home`` of torch's and JAX's arrays, whose ``code`` is the library
-        that computes in their memory; ``function`` is a name; ``calls`` counts. ``code`` answered: a backend's module,
-        ``"generic"``, or ``"driver"`` if a whole problem was cut into blocks. ``reason`` says why
-        no backend answered, ``""`` if one did.
+        that computes in their memory; ``function`` is a name; ``calls`` counts. Else ``code``
+        answered: a backend's module, ``"generic"``, or ``"driver"`` if a whole problem was cut into
+        blocks. ``reason`` says why no backend answered, ``""`` if one did.
 
     Examples
     --------

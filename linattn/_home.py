@@ -82,9 +82,8 @@ def is_ours(feature_map: Any) -> bool:
 
 def _walked(record: Any) -> list[tuple[str, Any]]:
     """List the fields of a problem that may have arrays of the caller's."""
-    not_walked = _NOT_WALKED
-    if is_ours(getattr(record, "feature_map", None)):
-        not_walked += _OF_THE_MAP
+    ours = is_ours(getattr(record, "feature_map", None))
+    not_walked = (*_NOT_WALKED, *_OF_THE_MAP) if ours else _NOT_WALKED
     return [(name, x) for name, x in record.__dict__.items() if name not in not_walked]
 
 
@@ -107,9 +106,9 @@ def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
         if isinstance(x, Opaque):
             raise Abroad
         given = {each.name: getattr(x, each.name) for each in fields(x) if each.init}
-        parts = {name: _changed(part, change, kind) for name, part in given.items()}
-        changes = {name: part for name, part in parts.items() if part is not given[name]}
-        return replace(x, **changes) if changes else x
+        of_fields = {name: _changed(part, change, kind) for name, part in given.items()}
+        found = {name: part for name, part in of_fields.items() if part is not given[name]}
+        return replace(x, **found) if found else x  # type: ignore[type-var]
     return change(x) if kind is None and array_api_compat.is_array_api_obj(x) else x
 
 

@@ -19,7 +19,6 @@ from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn._home import arrays_of, home_of
 from linattn._recurrence import walk
 from linattn._torch_exact import Kept
-from linattn.gradients import check_window, state_cotangent
 from linattn.typing import Array, Cotangent, Problem, Recurrence, State
 
 Arrays = dict[str, Array]
@@ -42,11 +41,11 @@ def solve(problem: Problem, *, return_state: bool) -> tuple[Array, State | None,
     """Do what the driver does, as one node of torch's tape where torch asks for gradients."""
     if not _is_taped(problem) or not _has_pullback(problem):
         return forward.solve(problem, return_state=return_state)
-    output, *state = _apply(_ATTENTION, problem, return_state)
+    output, *rest = _apply(_ATTENTION, problem, return_state)
     if not return_state:
         return output, None, None
-    before = 0 if problem.state is None else problem.state.length
-    return output, State(*state, before + problem.key.shape[-2]), None
+    (kvz, log_scale), before = rest, 0 if problem.state is None else problem.state.length
+    return output, State(kvz, log_scale, before + problem.key.shape[-2]), None
 
 
 def solve_recurrence(problem: Recurrence) -> tuple[Array, Array]:
@@ -79,7 +78,7 @@ def _has_pullback(problem: Problem) -> bool:
     try:
         for spec in (problem.query_spec, problem.key_spec) if problem.num_features else ():
             check_differentiable(spec, problem.feature_map)
-        check_window(problem)
+        backward.check_window(problem)
     except NotImplementedError:
         return False
     return True
@@ -111,7 +110,7 @@ class _Call(NamedTuple):
 
 @cache
 def _node() -> Any:
-    import torch
+    torch: Any = sys.modules["torch"]
 
     class Attend(torch.autograd.Function):  # type: ignore[misc]
         """Attention, or a recurrence, of torch's tensors."""
@@ -142,8 +141,7 @@ def _pull_by_torch(
     call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any
 ) -> list[Array]:
     """Gradients that can be differentiated again: the call once more, on torch's tape."""
-    import torch
-
+    torch: Any = sys.modules["torch"]
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
         # On the scale that the caller has.
@@ -152,9 +150,9 @@ def _pull_by_torch(
     wanted = [x for x in tensors if x.requires_grad]
     pairs = zip(results[:2], cotangents, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
-    results, grads = zip(*used, strict=True)
+    outputs, grads = zip(*used, strict=True)
     options = {"create_graph": True, "allow_unused": True}
-    found = iter(torch.autograd.grad(results, wanted, grads, **options))
+    found = iter(torch.autograd.grad(outputs, wanted, grads, **options))
     return [next(found) if x.requires_grad else None for x in tensors]
 
 
@@ -198,7 +196,7 @@ def _solve(problem: Problem, return_state: bool, *, taped: bool = False) -> Any:
 def _pull(problem: Problem, kept: Any, results: Any, grad: Array, *grad_state: Array) -> Arrays:
     of_state = None
     if len(results) == 3:
-        of_state = state_cotangent(grad_state[0], results[2], problem)
+        of_state = backward.state_cotangent(grad_state[0], results[2], problem)
     if not problem.num_features:
         kept = Kept(results[0], kept)
     found = backward.pull(problem, Cotangent(grad, of_state), kept)._asdict()

@@ -335,20 +335,8 @@ def differentiable_problem(
             f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
         )
         raise NotImplementedError(message)
-    check_window(problem)
+    backward.check_window(problem)
     return problem
-
-
-def check_window(problem: Problem) -> None:
-    """Refuse exact windows beside options through which they are not pulled back."""
-    covered = problem.sees.key_stop is None and problem.weights.log_decay is None
-    if problem.exact.window is None or covered:
-        return
-    message = (
-        f"exact_window must be None for gradients with log_decay or key_stop, got "
-        f"{problem.exact.window}; let torch or JAX differentiate linear_attention"
-    )
-    raise NotImplementedError(message)
 
 
 def pullback_of(
@@ -369,7 +357,7 @@ def pullback_of(
     def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
         shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
         _checks.check_cotangent("grad_output", grad_output, "output", shape, problem.query)
-        cotangent = Cotangent(grad_output, state_cotangent(grad_state, log_scale, problem))
+        cotangent = Cotangent(grad_output, backward.state_cotangent(grad_state, log_scale, problem))
         gradients = backward.pull(problem, cotangent, checkpoints)
         state = () if problem.state is None else (gradients.state,)
         rest = (_like(name, getattr(gradients, name), array) for name, array in weights.items())
@@ -388,20 +376,3 @@ def _like(name: str, gradient: Array, array: Array) -> Array:
         gradient = xp.sum(gradient, axis=-1)
     summed = sum_to(gradient, shape, 0)
     return xp.astype(summed, array.dtype, copy=False)
-
-
-def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
-    """Return the cotangent of the last state: ``grad_state exp(-log_scale)``."""
-    if grad_state is None:
-        return None
-    if log_scale is None:
-        message = "grad_state needs return_state=True: without it there is no state to have one"
-        raise ValueError(message)
-    shape = (*log_scale.shape, problem.value.shape[-1] + 1)
-    _checks.check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
-    xp = problem.xp
-    # -inf stays, for what has no key: by a sign, because Dask's expressions have no `where`, and
-    # take numbers for float64.
-    sign = 2 * xp.astype(log_scale == -xp.inf, log_scale.dtype, copy=False) - 1
-    log = xp.astype(sign * log_scale, log_scale.dtype, copy=False)
-    return State(grad_state, log, 0)

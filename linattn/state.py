@@ -513,7 +513,8 @@ class Decoder:
             tokens = home.record(arrays)
             weights = {name: home.record(x) for name, x in weights.items()}
             if self._at_home is None:
-                step_problem(*arrays, self._state, self._feature_map)
+                query, key, value = arrays
+                step_problem(query, key, value, self._state, self._feature_map)
                 decoder = Decoder(self._feature_map, home.record(self._state))
                 self._at_home = home, decoder
         except Abroad:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import array_api_compat.numpy
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -328,8 +329,8 @@ def test_segments_on_several_threads_store_checkpoints(at_once, monkeypatch):
 
 
 def test_checkpoints_are_small_beside_the_arguments(monkeypatch):
-    kept = gradient_rows.Checkpoints()
-    monkeypatch.setattr("linattn._driver.backward.Checkpoints", lambda: kept)
+    kept = gradient_rows.Checkpoints(array_api_compat.numpy)
+    monkeypatch.setattr("linattn._driver.backward.Checkpoints", lambda _: kept)
     arrays = [np.zeros((2, 4096, 16), np.float32)] * 3
     feature_map = PositiveFeatures(16, 512, rng=0)
     linear_vjp(*arrays, feature_map, is_causal=True)

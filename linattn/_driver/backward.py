@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _arrays, _dispatch, _torch_exact
+from linattn import _arrays, _checks, _dispatch, _torch_exact
 from linattn._dispatch import block_functions
 from linattn._driver.blocks import decay_of_rows, take, take_problem, task_index
 from linattn._driver.gradient_rows import Checkpoints, GradientRows, GradientWalk, empty_adjoint
@@ -55,9 +55,38 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     return None if _dispatch.find("scan_vjp", xp) is None else Checkpoints(xp)
 
 
+def check_window(problem: Problem) -> None:
+    """Refuse exact windows beside options through which they are not pulled back."""
+    covered = problem.sees.key_stop is None and problem.weights.log_decay is None
+    if problem.exact.window is None or covered:
+        return
+    message = (
+        f"exact_window must be None for gradients with log_decay or key_stop, got "
+        f"{problem.exact.window}; let torch or JAX differentiate linear_attention"
+    )
+    raise NotImplementedError(message)
+
+
+def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
+    """Return the cotangent of the last state: ``grad_state exp(-log_scale)``."""
+    if grad_state is None:
+        return None
+    if log_scale is None:
+        message = "grad_state needs return_state=True: without it there is no state to have one"
+        raise ValueError(message)
+    shape = (*log_scale.shape, problem.value.shape[-1] + 1)
+    _checks.check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
+    xp = problem.xp
+    # -inf stays, for what has no key: by a sign, because Dask's expressions have no `where`, and
+    # take numbers for float64.
+    sign = 2 * xp.astype(log_scale == -xp.inf, log_scale.dtype, copy=False) - 1
+    log = xp.astype(sign * log_scale, log_scale.dtype, copy=False)
+    return State(grad_state, log, 0)
+
+
 def _pull_by_torch(*arguments: Any) -> Gradients | None:
     found = _torch_exact.pull(*arguments)
-    return None if found is None else Gradients(*found, state=None)
+    return None if found is None else Gradients(*found[:3], state=None)
 
 
 @at_home(_pull_by_torch)

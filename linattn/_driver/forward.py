@@ -40,9 +40,9 @@ from linattn._driver.walks import (
     update,
 )
 from linattn._generic import units
-from linattn._home import at_home
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
+from linattn._home import at_home
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
 
 if TYPE_CHECKING:
