@@ -74,7 +74,8 @@ class Home(NamedTuple):
 
 def is_ours(feature_map: Any) -> bool:
     """Whether a map, and the maps in it, are linattn's."""
-    if not getattr(feature_map, "_caches_specs", False):
+    known = getattr(feature_map, "_caches_specs", False)
+    if not (known and type(feature_map).__module__.startswith("linattn.")):
         return False
     inside = [x for x in vars(feature_map).values() if hasattr(x, "query_features")]
     return all(map(is_ours, inside))

@@ -70,13 +70,16 @@ def _arguments(problem: Problem) -> tuple[list[Array], dict[str, Any]] | None:
         problem.mode == "exact"
         and hasattr(torch.ops.aten, FORWARD)
         and problem.query.dtype == problem.dtype
-        and (sees.key_stop, sees.left, sees.cu_seqlens, weights.relative_bias) == (None,) * 4
+        and all(x is None for x in (sees.key_stop, sees.left, sees.cu_seqlens))
+        and weights.relative_bias is None
         and (sees.right is None or (sees.is_causal and not sees.query_start and length == size))
         and not problem.exact.sinks
-        and not (sees.is_causal and weights[:2] != (None, None))
+        and not (sees.is_causal and any(x is not None for x in weights[:2]))
         and len({(tuple(x.shape[:-2]), x.shape[-1]) for x in tensors}) == 1
         and all(problem.query.shape[:-1])
         and size > 0
+        # The operator reads rows as they lie.
+        and all(x.stride(-1) == 1 for x in tensors)
         and problem.policy.num_threads in (None, torch.get_num_threads())
     )
     # One number that is not finite makes the sum so.

@@ -265,6 +265,19 @@ def test_exact_attention_is_torchs_own(name, lead, size):
     np.testing.assert_allclose(norm, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 1, 2, 0)])
+def test_exact_attention_of_any_strides(axes):
+    torch = pytest.importorskip("torch")
+    host = np.random.default_rng(0).standard_normal((3, 3, 4, 5, 6))
+    given = [torch.from_numpy(x).permute(*axes) for x in host]
+    want = linattn.softmax_attention(*(x.transpose(axes) for x in host))
+    np.testing.assert_allclose(linattn.softmax_attention(*given), want, atol=1e-12)
+    row = torch.from_numpy(host[0, :1]).expand(3, 4, 5, 6)
+    want = linattn.softmax_attention(*[row.numpy()] * 3, is_causal=True)
+    got = linattn.softmax_attention(row, row, row, is_causal=True)
+    np.testing.assert_allclose(got, want, atol=1e-12)
+
+
 @pytest.mark.parametrize("hidden", [np.nan, np.inf])
 def test_what_torchs_operator_would_get_wrong_is_numpys(hidden):
     torch = pytest.importorskip("torch")

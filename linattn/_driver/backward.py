@@ -86,7 +86,10 @@ def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> Stat
 
 def _pull_by_torch(*arguments: Any) -> Gradients | None:
     found = _torch_exact.pull(*arguments)
-    return None if found is None else Gradients(*found[:3], state=None)
+    if found is None:
+        return None
+    query, key, value = found
+    return Gradients(query, key, value, None)
 
 
 @at_home(_pull_by_torch)

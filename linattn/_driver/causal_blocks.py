@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -78,19 +79,11 @@ def rejected_rows(
     neither rejects a row.
     """
     xp = _arrays.namespace(part.num_den)
-    bits = _arrays.dtype_bits(part.num_den.dtype)
-    loss = 2 * LEAST[bits] * 2.0 ** -LIFT[bits]
-    n = part.num_den.shape[-2]
-    # A backend's state may be on a scale where the tokens do not bound its normalizers.
-    terms = m * (state.length + n) + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
-    floor = loss / float(xp.finfo(part.num_den.dtype).eps) * terms
-    denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
-    # All rows see the first values, so others are seldom inspected.
-    first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
-    large = denominator * xp.minimum(SMALL_VALUES * first, ones) >= floor
-    not_finite = ~xp.isfinite(part.num_den)
-    if bool(xp.all(large & ~xp.any(not_finite, axis=-1, keepdims=True))):
+    floor = _floor(part, state, m)
+    if bool(xp.all(_accepted_at_once(part, values_and_one, state, m))):
         return None
+    denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
+    not_finite = ~xp.isfinite(part.num_den)
     seen = _values_seen(values_and_one, state)
     small = denominator * xp.minimum(SMALL_VALUES * seen, ones) < floor
     accepted = ~xp.any(small & (seen != 0), axis=-1, keepdims=True)
@@ -103,6 +96,27 @@ def rejected_rows(
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
     rejected = ~accepted & alive[..., -1:] & log_finite
     return rejected if bool(xp.any(rejected)) else None
+
+
+def _floor(part: Partial, state: State, m: int) -> Array:
+    """Least denominator of a row of :func:`rejected_rows`."""
+    xp, bits = _arrays.namespace(part.num_den), _arrays.dtype_bits(part.num_den.dtype)
+    loss = 2 * LEAST[bits] * 2.0 ** -LIFT[bits]
+    # A backend's state may be on a scale where the tokens do not bound its normalizers.
+    terms = m * (state.length + part.num_den.shape[-2])
+    terms = terms + xp.sum(xp.abs(state.z), axis=-1)[..., None, None]
+    return loss / float(xp.finfo(part.num_den.dtype).eps) * terms
+
+
+def _accepted_at_once(part: Partial, values_and_one: Array, state: State, m: int) -> Array:
+    """Whether rows ``(..., n, 1)`` are accepted by their own numbers and the first values."""
+    xp = _arrays.namespace(part.num_den)
+    ones = xp.ones_like(values_and_one[..., :1, :1])
+    denominator = xp.abs(part.num_den[..., -1:])
+    # All rows see the first values, so others are seldom inspected.
+    first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
+    large = denominator * xp.minimum(SMALL_VALUES * first, ones) >= _floor(part, state, m)
+    return large & xp.all(xp.isfinite(part.num_den), axis=-1, keepdims=True)
 
 
 def _values_seen(values_and_one: Array, state: State) -> Array:
@@ -132,6 +146,8 @@ def causal_block(
         return scan_column_normalized(problem, query, key, values_and_one, state)
     if isinstance(problem.query_spec, SeparateDenominator):
         return scan_separate(*specs, query, key, values_and_one, state)
+    if problem.policy.lazy and array_api_compat.is_jax_array(values_and_one):
+        return _traced(problem, (*specs, query, key, values_and_one, state))
     if problem.policy.lazy:
         return scan_hierarchical(*specs, query, key, values_and_one, state)
     n = size = values_and_one.shape[-2]
@@ -154,6 +170,58 @@ def causal_block(
         start = rows.stop
     assert whole is not None
     return whole, state
+
+
+def _traced(problem: Problem, block: Any) -> tuple[Partial, State]:
+    """Scan a block that JAX traces: on one scale, or token by token where a row is rejected.
+
+    Both are compiled, and one is run; under ``jax.vmap`` both are.
+    """
+    jax, (*specs, query, key, values_and_one, state) = sys.modules["jax"], block
+    part, after = _generic.scan_block(*block, problem.want_log)
+    accepted = _accepted_at_once(part, values_and_one, state, problem.num_features)
+    found = _partial_and_sums(part, after)
+
+    # What gradients need of the other way is computed again, only where it was taken.
+    @jax.checkpoint  # type: ignore[untyped-decorator]
+    def exact() -> Any:
+        return _token_by_token(jax, specs, query, key, values_and_one, state)
+
+    num_den, log, *sums = jax.lax.cond(jax.numpy.all(accepted), lambda: found, exact)
+    return Partial(num_den, log), State(*sums, state.length + values_and_one.shape[-2])
+
+
+def _partial_and_sums(part: Partial, after: State) -> tuple[Array, ...]:
+    xp = _arrays.namespace(part.num_den)
+    log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
+    return part.num_den, log, after.kvz, after.log_scale
+
+
+def _token_by_token(
+    jax: Any, specs: Any, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Array, ...]:
+    """Read the state after each token: no row's scale depends on a later key."""
+    query_spec, key_spec = specs
+    if any(isinstance(spec, Opaque) for spec in specs):
+        # A map may want to know at which position a token is.
+        return _partial_and_sums(*scan_hierarchical(*specs, query, key, values_and_one, state))
+
+    def step(sums: Any, token: Any) -> Any:
+        x, y, log_weight, decay, value = (None if a is None else a[..., None, :] for a in token)
+        before = State(*sums, 0)
+        if decay is not None:
+            before = fade(before, decay[..., 0, :])
+        after = _generic.reduce_block(key_spec, Tokens(y, log_weight, 0), value, before)
+        part = _generic.read_block(query_spec, Tokens(x, None, 0), after, True)
+        num_den, log, *sums = _partial_and_sums(part, after)
+        return tuple(sums), (num_den[..., 0, :], log[..., 0, :])
+
+    moved = jax.tree.map(
+        lambda a: jax.numpy.moveaxis(a, -2, 0),
+        (query.x, key.x, key.log_weight, key.log_decay, values_and_one),
+    )
+    sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
+    return *(jax.numpy.moveaxis(a, 0, -2) for a in rows), *sums
 
 
 def _scanned(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import eval_shape, lax
 from jax.tree_util import tree_map
 
-CHUNK = 64
+CHUNK = 128
 """Tokens of a chunk: compiling one takes seconds, and longer with its length."""
 
 

@@ -200,11 +200,16 @@ def _linear_in_chunks(
             return output, (after.kvz, after.log_scale)
 
         def pull_chunk(tokens: Any, state: Any, start: Any, after: Any, *cotangents: Any) -> Any:
-            weights = {name: tokens.get(name) for name in ("key_bias", "log_decay")}
-            pullback = pullback_of(part_of(tokens, state, start), weights, after[1])
-            *qkv, grad_state = (found := pullback(*cotangents))[:4]
-            names = ("query", "key", "value", *(n for n, a in weights.items() if a is not None))
-            return dict(zip(names, (*qkv, *found[4:]), strict=True)), grad_state
+            """Let JAX differentiate the chunk; its state is on the scale that it had."""
+            rest = {name: a for name, a in tokens.items() if name == "key_mask"}
+
+            def attend(tokens: Any, kvz: Any) -> Any:
+                output, found = solve_chunk(tokens | rest, (kvz, state[1]), start)
+                log = jnp.where(after[1] == -jnp.inf, 0, found[1] - after[1])
+                return output, found[0] * jnp.exp(log)[..., None]
+
+            learned = {name: a for name, a in tokens.items() if name not in rest}
+            return jax.vjp(attend, learned, state[0])[1](cotangents)
 
         chunks = _chunks.Chunks.of(solve_chunk, pull_chunk, _tokens_of(problem))
         return chunks, (first.kvz, first.log_scale)
