@@ -14,6 +14,7 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _dispatch, _generic, _torch_exact
+from linattn._driver import traced
 from linattn._driver.blocks import (
     OutputRows,
     block_slices,
@@ -201,6 +202,9 @@ def _solve_walks(
             return _Solved(*answer)
 
     functions = _dispatch.block_functions(problem.xp)
+    if traced.is_traced(problem):
+        with _generic.ignore_fp_warnings():
+            return _Solved(*traced.solve(problem, functions))
     plan = _plan(problem, functions)
     # A state that is returned is the caller's, who may change it.
     keeps_last = checkpoints is not None and problem.mode == "full" and not return_state

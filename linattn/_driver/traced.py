@@ -1,0 +1,132 @@
+"""Causal and full attention that JAX traces: loops over chunks, compiled alike at every length.
+
+The driver calls `solve` for arrays of JAX inside a trace. What the other modes do block by block is
+unrolled.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import array_api_compat
+
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import (
+    decay_of_rows,
+    key_block,
+    numerators,
+    token_block,
+    values_and_one_block,
+)
+from linattn._driver.causal_blocks import causal_block
+from linattn._driver.specs import read_spec, select_rows
+from linattn._driver.walks import initial_state, update
+from linattn._generic.states import divide, log_normalizer
+from linattn.typing import Array, Partial, Problem, State, Weights
+
+CHUNK = 128
+"""Tokens of a chunk."""
+
+_ALL = slice(0, CHUNK)
+
+
+def is_traced(problem: Problem) -> bool:
+    """Whether JAX traces a problem that `solve` computes, of more than one chunk."""
+    is_jax = problem.policy.lazy and array_api_compat.is_jax_array(problem.query)
+    if not is_jax or problem.mode not in ("causal", "full"):
+        return False
+    length = problem.query.shape[-2], problem.key.shape[-2]
+    return max(length) > CHUNK and min(length) > 0 and 0 not in problem.lead
+
+
+def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State, Array | None]:
+    """Return the output, the state after all keys, and the log normalizer or None."""
+    first = initial_state(problem)
+    if problem.mode == "causal":
+        rows, sums = _scan(problem, first, _causal(problem, functions, first.length))
+    else:
+        keys = problem.replace(query=problem.key)
+        _, sums = _scan(keys, first, _add(keys, functions, first.length))
+        last = State(*sums, first.length + problem.key.shape[-2])
+        none = problem.replace(key=problem.query, value=problem.query, weights=Weights())
+        rows, _ = _scan(none, (), _read(problem, functions, last, first.length))
+    state = State(*sums, first.length + problem.key.shape[-2])
+    output = problem.xp.astype(rows[0], problem.query.dtype, copy=False)
+    return output, state, rows[1][..., 0] if problem.want_log else None
+
+
+def _scan(problem: Problem, first: Any, step: Any) -> tuple[Any, Any]:
+    """Run ``step(sums, start, chunk)`` over the chunks of queries and keys of one length."""
+    jax, xp, length = sys.modules["jax"], problem.xp, problem.query.shape[-2]
+    missing, weights = -length % CHUNK, problem.weights
+    mask, decay = weights.key_mask, weights.log_decay
+    if mask is None and missing:
+        mask = xp.ones((length, 1), dtype=xp.bool)
+    if decay is not None:
+        decay = decay_of_rows(problem, slice(0, length))
+
+    def cut(x: Array) -> Array:
+        x = xp.concat([x, xp.zeros((*x.shape[:-2], missing, x.shape[-1]), dtype=x.dtype)], axis=-2)
+        chunks = xp.reshape(x, (*x.shape[:-2], -1, CHUNK, x.shape[-1]))
+        return xp.moveaxis(chunks, -3, 0)
+
+    tokens = problem.query, problem.key, problem.value, mask, weights.key_bias, decay
+    starts = CHUNK * xp.arange((length + missing) // CHUNK)
+    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk))
+    sums, rows = jax.lax.scan(again, tuple(first[:2]), (starts, jax.tree.map(cut, tokens)))
+
+    def joined(x: Array) -> Array:
+        x = xp.moveaxis(x, 0, -3)
+        return xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))[..., :length, :]
+
+    return jax.tree.map(joined, rows), sums
+
+
+def _part(problem: Problem, chunk: Any) -> Problem:
+    """Return the problem of one chunk."""
+    query, key, value, mask, bias, decay = chunk
+    weights = problem.weights._replace(key_mask=mask, key_bias=bias, log_decay=decay)
+    return problem.replace(query=query, key=key, value=value, weights=weights, state=None)
+
+
+def _causal(problem: Problem, functions: BlockFunctions, before: int) -> Any:
+    def step(sums: Any, start: Any, chunk: Any) -> Any:
+        part, start = _part(problem, chunk), before + start
+        tokens = token_block(part, "query", _ALL, start), key_block(part, _ALL, start)
+        state = State(*sums, start)
+        rows, after = causal_block(
+            part, functions, *tokens, values_and_one_block(part, _ALL), state
+        )
+        return tuple(after[:2]), _finished(problem, rows)
+
+    return step
+
+
+def _add(problem: Problem, functions: BlockFunctions, before: int) -> Any:
+    def step(sums: Any, start: Any, chunk: Any) -> Any:
+        part = _part(problem, chunk)
+        after = update(part, State(*sums, before + start), CHUNK, functions)
+        return tuple(after[:2]), ()
+
+    return step
+
+
+def _read(problem: Problem, functions: BlockFunctions, state: State, before: int) -> Any:
+    spec, seen = read_spec(problem, state)
+
+    def step(_: Any, start: Any, chunk: Any) -> Any:
+        part = problem.replace(query=chunk[0], state=None)
+        query = token_block(part, "query", _ALL, before + start)
+        rows = functions.read_block(spec, query, seen, problem.want_log)
+        return (), _finished(problem, select_rows(problem, rows))
+
+    return step
+
+
+def _finished(problem: Problem, part: Partial) -> tuple[Array, ...]:
+    """Return rows of the output, and their log normalizers where they are asked for."""
+    output = divide(part) if problem.normalize else numerators(problem, part)
+    if not problem.want_log:
+        return (output,)
+    return output, log_normalizer(part, problem)
