@@ -265,7 +265,9 @@ def test_exact_attention_is_torchs_own(name, lead, size):
     np.testing.assert_allclose(norm, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 1, 2, 0)])
+@pytest.mark.parametrize(
+    "axes", [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2), (3, 1, 2, 0)]
+)
 def test_exact_attention_of_any_strides(axes):
     torch = pytest.importorskip("torch")
     host = np.random.default_rng(0).standard_normal((3, 3, 4, 5, 6))

@@ -16,12 +16,15 @@ from linattn._driver.blocks import (
     decay_of_rows,
     key_block,
     numerators,
+    raw_tokens,
     token_block,
     values_and_one_block,
 )
 from linattn._driver.causal_blocks import causal_block
+from linattn._driver.pairs import biased_queries, exact_keys, is_banded
 from linattn._driver.specs import read_spec, select_rows
 from linattn._driver.walks import initial_state, update
+from linattn._generic.exact import exact_pairs
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Partial, Problem, State, Weights
 
@@ -34,14 +37,24 @@ _ALL = slice(0, CHUNK)
 def is_traced(problem: Problem) -> bool:
     """Whether JAX traces a problem that `solve` computes, of more than one chunk."""
     is_jax = problem.policy.lazy and array_api_compat.is_jax_array(problem.query)
-    if not is_jax or problem.mode not in ("causal", "full"):
+    sees = problem.sees
+    is_simple = problem.mode in ("causal", "full") or (
+        problem.mode == "exact"
+        and not is_banded(problem)
+        and not problem.exact.sinks
+        and (sees.key_stop is None or sees.key_stop.ndim == 1)
+    )
+    if not is_jax or not is_simple:
         return False
     length = problem.query.shape[-2], problem.key.shape[-2]
     return max(length) > CHUNK and min(length) > 0 and 0 not in problem.lead
 
 
-def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State, Array | None]:
+def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | None, Array | None]:
     """Return the output, the state after all keys, and the log normalizer or None."""
+    if problem.mode == "exact":
+        rows, _ = _scan(_of_queries(problem), (), _exact(problem, functions))
+        return _results(problem, rows, None)
     first = initial_state(problem)
     if problem.mode == "causal":
         rows, sums = _scan(problem, first, _causal(problem, functions, first.length))
@@ -49,9 +62,17 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State, Ar
         keys = problem.replace(query=problem.key)
         _, sums = _scan(keys, first, _add(keys, functions, first.length))
         last = State(*sums, first.length + problem.key.shape[-2])
-        none = problem.replace(key=problem.query, value=problem.query, weights=Weights())
-        rows, _ = _scan(none, (), _read(problem, functions, last, first.length))
-    state = State(*sums, first.length + problem.key.shape[-2])
+        rows, _ = _scan(_of_queries(problem), (), _read(problem, functions, last, first.length))
+    return _results(problem, rows, State(*sums, first.length + problem.key.shape[-2]))
+
+
+def _of_queries(problem: Problem) -> Problem:
+    """Return a problem whose chunks have queries of this one, and nothing else of it."""
+    query = problem.query
+    return problem.replace(key=query, value=query, weights=Weights())
+
+
+def _results(problem: Problem, rows: Any, state: State | None) -> Any:
     output = problem.xp.astype(rows[0], problem.query.dtype, copy=False)
     return output, state, rows[1][..., 0] if problem.want_log else None
 
@@ -120,6 +141,27 @@ def _read(problem: Problem, functions: BlockFunctions, state: State, before: int
         query = token_block(part, "query", _ALL, before + start)
         rows = functions.read_block(spec, query, seen, problem.want_log)
         return (), _finished(problem, select_rows(problem, rows))
+
+    return step
+
+
+def _exact(problem: Problem, functions: BlockFunctions) -> Any:
+    """Read all keys, those from a query's stop on masked: twice the pairs, but few operations."""
+    jax, xp, sees, size = sys.modules["jax"], problem.xp, problem.sees, problem.key.shape[-2]
+    (keys, values), length = exact_keys(problem, slice(0, size)), problem.query.shape[-2]
+    place, stops = xp.arange(size), sees.key_stop
+    if stops is None:
+        stops = xp.arange(length) + sees.query_start + 1
+        stops = xp.full_like(stops, size) if sees.ahead else stops
+    stops = xp.concat([xp.asarray(stops), xp.zeros(-length % CHUNK, dtype=stops.dtype)])
+
+    def step(_: Any, start: Any, chunk: Any) -> Any:
+        part = problem.replace(query=chunk[0])
+        query = biased_queries(part, problem.query_spec, raw_tokens(part, "query", _ALL, 0))
+        stop = jax.lax.dynamic_slice(stops, (start,), (CHUNK,))[:, None]
+        visible = None if sees.ahead and sees.key_stop is None else place < stop
+        pairs = values, visible, None, True, functions.exact_block
+        return (), _finished(problem, exact_pairs(*query, keys, *pairs))
 
     return step
 

@@ -1,0 +1,194 @@
+"""Plain functions under ``jax.jit``: a loop over chunks, the same program at every length."""
+
+# Tests call with star arguments, and with what types forbid.
+# mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import linattn
+from linattn.feature_maps import (
+    CosformerFeatures,
+    EluFeatures,
+    PositiveFeatures,
+    RotatedFeatures,
+    SoftmaxFeatures,
+)
+
+pytestmark = pytest.mark.frameworks
+
+DIM, LENGTH = 4, 300
+RNG = np.random.default_rng(0)
+HOST = RNG.standard_normal((3, 2, LENGTH, DIM))
+MASK, BIAS = RNG.random((2, LENGTH)) > 0.2, RNG.standard_normal((2, LENGTH))
+DECAY = -RNG.random((2, LENGTH)) / 20
+MAPS: dict[str, Any] = {
+    "positive": PositiveFeatures(DIM, 8, rng=0),
+    "elu": EluFeatures(),
+    "cosformer": CosformerFeatures(DIM, max_length=2000),
+    "rotated": RotatedFeatures(EluFeatures(DIM)),
+    "columns": SoftmaxFeatures(),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"is_causal": True, "return_state": True, "return_log_normalizer": True},
+    "full, masks": {"key_mask": MASK, "key_bias": BIAS, "return_state": True},
+    "causal, masks": {"is_causal": True, "key_mask": MASK, "key_bias": BIAS},
+    "decay": {"is_causal": True, "log_decay": DECAY, "return_state": True},
+    "one decay, sums": {"is_causal": True, "log_decay": -0.01, "normalize": False},
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "full": {"return_log_normalizer": True},
+    "causal": {"is_causal": True},
+    "masks": {"is_causal": True, "key_mask": MASK, "key_bias": BIAS, "return_log_normalizer": True},
+    "stops": {"key_stop": np.sort(RNG.integers(0, LENGTH + 1, LENGTH))},
+}
+
+
+@pytest.fixture
+def jax():
+    module = pytest.importorskip("jax")
+    module.config.update("jax_enable_x64", True)
+    return module
+
+
+def traced(jax, function, arrays, options, *phi):
+    """Call under jit; arrays among the options are traced too, but for stops."""
+    moving = {n: x for n, x in options.items() if hasattr(x, "shape") and n != "key_stop"}
+    fixed = {n: x for n, x in options.items() if n not in moving}
+    return jax.jit(lambda x, o: function(*x, *phi, **o, **fixed))(tuple(arrays), moving)
+
+
+def numbers(result):
+    """Arrays of a result, a state on its true scale."""
+    found = []
+    for x in result if type(result) in (tuple, list) else [result]:
+        if isinstance(x, linattn.State):
+            assert int(x.length) == LENGTH
+            x = np.asarray(x.kvz) * np.exp(np.asarray(x.log_scale))[..., None]
+        found.append(np.asarray(x))
+    return found
+
+
+def agree(got, want, tolerance=1e-11):
+    for x, y in zip(numbers(got), numbers(want), strict=True):
+        size = np.abs(y[np.isfinite(y)]).max()
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MAPS)
+def test_linear_attention_is_numpys(jax, name, options):
+    phi, options = MAPS[name], OPTIONS[options]
+    try:
+        want = linattn.linear_attention(*HOST, phi, **options)
+    except ValueError:
+        pytest.skip("decay of a map that has none")
+    agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
+
+
+@pytest.mark.parametrize("options", EXACT)
+def test_exact_attention_is_numpys(jax, options):
+    options = EXACT[options]
+    want = linattn.softmax_attention(*HOST, **options)
+    agree(traced(jax, linattn.softmax_attention, HOST, options), want)
+
+
+def test_a_state_goes_on(jax):
+    phi = MAPS["cosformer"]
+    whole = linattn.linear_attention(*HOST, phi, is_causal=True)
+    _, state = linattn.linear_attention(*HOST[..., :100, :], phi, return_state=True)
+
+    def rest(state, *arrays):
+        return linattn.linear_attention(*arrays, phi, is_causal=True, initial_state=state)
+
+    length = state.length
+    call = jax.jit(lambda sums, *x: rest(linattn.State(*sums, length, state.fingerprint), *x))
+    agree(call(state[:2], *HOST[..., 100:, :]), whole[..., 100:, :])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["positive", "elu", "exact"])
+def test_gradients_are_numpys(jax, name, is_causal):
+    phi = [] if name == "exact" else [MAPS[name]]
+    kind = "softmax" if name == "exact" else "linear"
+    call = getattr(linattn, f"{kind}_attention")
+    options = {"is_causal": is_causal, "key_mask": MASK}
+    mask = jax.numpy.asarray(MASK)
+
+    def loss(query, key, value, bias):
+        weights = {"key_mask": mask, "key_bias": bias}
+        output = call(query, key, value, *phi, is_causal=is_causal, **weights)
+        return (output * HOST[0]).sum()
+
+    found = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*HOST, BIAS)
+    pullback = getattr(linattn, f"{kind}_attention_vjp")(*HOST, *phi, key_bias=BIAS, **options)[1]
+    agree(found, pullback(HOST[0]), 1e-9)
+
+
+@pytest.mark.parametrize("length", [129, 5000])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["positive", "exact"])
+def test_the_program_is_as_long_at_every_length(jax, name, is_causal, length):
+    phi = [] if name == "exact" else [MAPS[name]]
+    call = linattn.softmax_attention if name == "exact" else linattn.linear_attention
+
+    def operations(length, differentiate):
+        def attend(x):
+            return call(x, x, x, *phi, is_causal=is_causal).sum()
+
+        function = jax.grad(attend) if differentiate else attend
+        return len(str(jax.make_jaxpr(function)(np.ones((2, length, DIM)))).splitlines())
+
+    for differentiate in (False, True):
+        assert operations(length, differentiate) <= operations(257, differentiate) + 3 < 2500
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_row_that_later_keys_hide_is_exact(jax, dtype):
+    """The other arm of the branch."""
+    phi = PositiveFeatures(64, 64, rng=0)
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, LENGTH, 64))
+    key[:, 200:] *= 40
+    want = linattn.linear_attention(query, key, value, phi, is_causal=True)
+    given = [x.astype(dtype) for x in (query, key, value)]
+    got = traced(jax, linattn.linear_attention, given, {"is_causal": True}, phi)
+    np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 1e-12)
+    gradients = jax.jit(
+        jax.grad(lambda *x: linattn.linear_attention(*x, phi, is_causal=True).sum(), (0, 1, 2))
+    )(query, key, value)
+    pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)[1]
+    for found, wanted in zip(gradients, pullback(np.ones_like(want)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-9 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("name", ["positive", "elu", "exact", "window"])
+def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name, which):
+    given = HOST.copy()
+    given[which, :, 250:] = np.nan
+    options: dict[str, Any] = {"is_causal": True}
+    if name == "window":
+        options = {"local_window_size": (290, 0)}
+    phi = [MAPS[name]] if name in MAPS else []
+    call = linattn.linear_attention if phi else linattn.softmax_attention
+    want = call(*given, *phi, **options)
+    assert np.isnan(want[:, 250:]).all() and not np.isnan(want[:, :250]).any()
+    np.testing.assert_array_equal(np.isnan(traced(jax, call, given, options, *phi)), np.isnan(want))
+
+
+def test_batches_are_mapped(jax):
+    phi = MAPS["positive"]
+
+    def attend(query, key, value):
+        return linattn.linear_attention(query, key, value, phi, is_causal=True)
+
+    agree(jax.jit(jax.vmap(attend))(*HOST), attend(*HOST))
+    tangents = HOST[::-1].copy()
+    _, slope = jax.jit(lambda *x: jax.jvp(attend, x, tuple(tangents)))(*HOST)
+    ahead, behind = (attend(*(HOST + step * tangents)) for step in (1e-6, -1e-6))
+    np.testing.assert_allclose(slope, (ahead - behind) / 2e-6, atol=1e-6)
