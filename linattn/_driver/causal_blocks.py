@@ -178,7 +178,8 @@ def _traced(problem: Problem, block: Any) -> tuple[Partial, State]:
     Both are compiled, and one is run; under ``jax.vmap`` both are.
     """
     jax, (*specs, query, key, values_and_one, state) = sys.modules["jax"], block
-    part, after = _generic.scan_block(*block, problem.want_log)
+    scan_block: Any = _generic.scan_block
+    part, after = scan_block(*block, problem.want_log)
     accepted = _accepted_at_once(part, values_and_one, state, problem.num_features)
     found = _partial_and_sums(part, after)
 
@@ -187,8 +188,9 @@ def _traced(problem: Problem, block: Any) -> tuple[Partial, State]:
     def exact() -> Any:
         return _token_by_token(jax, specs, query, key, values_and_one, state)
 
-    num_den, log, *sums = jax.lax.cond(jax.numpy.all(accepted), lambda: found, exact)
-    return Partial(num_den, log), State(*sums, state.length + values_and_one.shape[-2])
+    sums: Any = jax.lax.cond(jax.numpy.all(accepted), lambda: found, exact)
+    num_den, log, kvz, log_scale = sums
+    return Partial(num_den, log), State(kvz, log_scale, state.length + values_and_one.shape[-2])
 
 
 def _partial_and_sums(part: Partial, after: State) -> tuple[Array, ...]:
@@ -201,14 +203,15 @@ def _token_by_token(
     jax: Any, specs: Any, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Array, ...]:
     """Read the state after each token: no row's scale depends on a later key."""
+    scan: Any = scan_hierarchical
     query_spec, key_spec = specs
     if any(isinstance(spec, Opaque) for spec in specs):
         # A map may want to know at which position a token is.
-        return _partial_and_sums(*scan_hierarchical(*specs, query, key, values_and_one, state))
+        return _partial_and_sums(*scan(*specs, query, key, values_and_one, state))
 
     def step(sums: Any, token: Any) -> Any:
         x, y, log_weight, decay, value = (None if a is None else a[..., None, :] for a in token)
-        before = State(*sums, 0)
+        before = State(sums[0], sums[1], 0)
         if decay is not None:
             before = fade(before, decay[..., 0, :])
         after = _generic.reduce_block(key_spec, Tokens(y, log_weight, 0), value, before)

@@ -61,9 +61,14 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | N
     else:
         keys = problem.replace(query=problem.key)
         _, sums = _scan(keys, first, _add(keys, functions, first.length))
-        last = State(*sums, first.length + problem.key.shape[-2])
+        last = _state(sums, first.length + problem.key.shape[-2])
         rows, _ = _scan(_of_queries(problem), (), _read(problem, functions, last, first.length))
-    return _results(problem, rows, State(*sums, first.length + problem.key.shape[-2]))
+    return _results(problem, rows, _state(sums, first.length + problem.key.shape[-2]))
+
+
+def _state(sums: Any, length: Any) -> State:
+    kvz, log_scale = sums
+    return State(kvz, log_scale, length)
 
 
 def _of_queries(problem: Problem) -> Problem:
@@ -72,7 +77,9 @@ def _of_queries(problem: Problem) -> Problem:
     return problem.replace(key=query, value=query, weights=Weights())
 
 
-def _results(problem: Problem, rows: Any, state: State | None) -> Any:
+def _results(
+    problem: Problem, rows: Any, state: State | None
+) -> tuple[Array, State | None, Array | None]:
     output = problem.xp.astype(rows[0], problem.query.dtype, copy=False)
     return output, state, rows[1][..., 0] if problem.want_log else None
 
@@ -115,7 +122,7 @@ def _causal(problem: Problem, functions: BlockFunctions, before: int) -> Any:
     def step(sums: Any, start: Any, chunk: Any) -> Any:
         part, start = _part(problem, chunk), before + start
         tokens = token_block(part, "query", _ALL, start), key_block(part, _ALL, start)
-        state = State(*sums, start)
+        state = _state(sums, start)
         rows, after = causal_block(
             part, functions, *tokens, values_and_one_block(part, _ALL), state
         )
@@ -127,7 +134,7 @@ def _causal(problem: Problem, functions: BlockFunctions, before: int) -> Any:
 def _add(problem: Problem, functions: BlockFunctions, before: int) -> Any:
     def step(sums: Any, start: Any, chunk: Any) -> Any:
         part = _part(problem, chunk)
-        after = update(part, State(*sums, before + start), CHUNK, functions)
+        after = update(part, _state(sums, before + start), CHUNK, functions)
         return tuple(after[:2]), ()
 
     return step
