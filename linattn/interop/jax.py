@@ -1,7 +1,7 @@
 """Attention for JAX's gradients that keeps nothing but its arguments for the backward pass.
 
-An eager call of at most 512 tokens is compiled as one function, once for each shape, map and set of
-options. So are causal linear attention and recurrences of any length, as a loop over chunks.
+An eager call is computed by NumPy in the memory of its arrays, forward and backward. Under a trace
+causal linear attention and recurrences are loops over chunks, compiled alike at every length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.problem import recurrence_problem
 from linattn.gradients import _like, differentiable_problem, pullback_of
 from linattn.interop import _chunks
-from linattn.interop._compiled import as_jax, attention_of
+from linattn.interop._gradient import as_jax, attention_of
 from linattn.typing import Array, ArrayT, FeatureMap, State
 
 __all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
@@ -139,7 +139,7 @@ def linear_attention(
     given = (feature_map, known, host, return_state)
     parts = (key_stop, prefix_length, causal_block, cu_seqlens)
     in_chunks = _linear_in_chunks if is_causal is True and parts == (None,) * 4 else None
-    output, state = attention_of(_linear, given, qkv, in_chunks)(arrays)
+    output, state = attention_of(_linear, given, in_chunks)(arrays)
     if not return_state:
         return output
     if type(state.length) is not int and isinstance(known_integer(state.length), int):
@@ -310,7 +310,7 @@ def softmax_attention(
     qkv = _taken(query=query, key=key, value=value)
     given = (host, numbers, tuple(ends), None if ends else far_bias)
     arrays = (*qkv, weights, *_taken(key_mask=key_mask), lengths, biases)
-    return attention_of(_softmax, given, qkv)(arrays)
+    return attention_of(_softmax, given)(arrays)
 
 
 def _softmax(host: Any, numbers: Any, ends: Any, far_bias: Any) -> tuple[Any, Any]:
@@ -386,7 +386,7 @@ def linear_recurrence(
     named |= {name: array for name, array in gates.items() if array is not None}
     arrays = dict(zip(named, _taken(**named), strict=True))
     in_chunks = _recurrence_in_chunks if cu_seqlens is None else None
-    return attention_of(_recurrence, (options,), [arrays["query"]], in_chunks)(arrays)
+    return attention_of(_recurrence, (options,), in_chunks)(arrays)
 
 
 def _recurrence(options: Any) -> tuple[Any, Any]:
