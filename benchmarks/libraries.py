@@ -1,0 +1,167 @@
+"""The same calls on arrays of torch and JAX: time over that of NumPy arrays, in one process.
+
+    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5]
+
+8 heads, d = e = 64, float32; FAVOR+ has 256 features. A row is a call, a cell the ratio of the
+least processor times (wall times on several threads), NumPy's beside it in milliseconds. Gradients
+are a forward and a backward pass, by ``linear_attention_vjp`` on NumPy, by ``backward()`` of the
+plain function and of ``linattn.interop.torch`` on torch. JAX is run eagerly, and under ``jax.jit``
+after it was compiled once. torch's own exact attention is in the last column of the rows of softmax.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+HEADS, DIM = 8, 64
+
+
+def calls(linattn: Any) -> dict[str, Callable[..., Any]]:
+    """Return calls of query, key and value, by name."""
+    maps = linattn.feature_maps
+    favor, elu = maps.PositiveFeatures(DIM, num_features=256, rng=0), maps.EluFeatures()
+    attend, exact, recur = (
+        linattn.linear_attention,
+        linattn.softmax_attention,
+        linattn.linear_recurrence,
+    )
+    causal = {"is_causal": True}
+
+    def packed(query: Any, key: Any, value: Any) -> Any:
+        length = query.shape[-2]
+        borders = [0, length // 8, length // 2, length]
+        return attend(query, key, value, favor, cu_seqlens=borders, **causal)
+
+    def masked(query: Any, key: Any, value: Any) -> Any:
+        return exact(query, key, value, key_mask=key[..., 0] > -1, key_bias=key[..., 1])
+
+    def gated(query: Any, key: Any, value: Any) -> Any:
+        return recur(query, key / 8, value, update_rule="gated", log_decay=-(key[..., 0] ** 2))
+
+    def delta(query: Any, key: Any, value: Any) -> Any:
+        return recur(query, key / 8, value, update_rule="delta", beta=0.5 + 0 * key[..., 0])
+
+    return {
+        "FAVOR+, full": partial(attend, feature_map=favor),
+        "FAVOR+, causal": partial(attend, feature_map=favor, **causal),
+        "elu + 1, full": partial(attend, feature_map=elu),
+        "elu + 1, causal": partial(attend, feature_map=elu, **causal),
+        "window of 32, causal": partial(attend, feature_map=favor, exact_window=32, **causal),
+        "decay, causal": partial(attend, feature_map=favor, log_decay=-0.01, **causal),
+        "packed, causal": packed,
+        "gated recurrence": gated,
+        "delta recurrence": delta,
+        "softmax, full": exact,
+        "softmax, causal": partial(exact, **causal),
+        "softmax, mask and bias": masked,
+        "attention()": partial(linattn.attention, rng=0),
+    }
+
+
+GRADIENTS = ("FAVOR+, full", "FAVOR+, causal", "elu + 1, full", "elu + 1, causal")
+NOT_TRACED = ("attention()",)
+
+
+def milliseconds(call: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
+    """Return the least time of a call, after one that is not timed."""
+    call()
+    least = float("inf")
+    for _ in range(repeats):
+        begun = clock()
+        call()
+        least = min(least, clock() - begun)
+    return 1e3 * least
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    threads = given.threads
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if threads == 1:
+        os.environ["XLA_FLAGS"] = (
+            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        )
+
+    import jax
+    import numpy as np
+    import torch
+
+    import linattn
+
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    taken = partial(milliseconds, repeats=given.repeats, clock=clock)
+    print(f"{threads} threads, torch {torch.__version__}, JAX {jax.__version__}\n")
+    print("| call | tokens | NumPy | torch | JAX, eager | JAX, jit | torch's own over ours |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    with linattn.config(num_threads=threads):
+        for length in given.lengths:
+            shape = 3, HEADS, length, DIM
+            host = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+            for name, call in calls(linattn).items():
+                print(_forward(name, call, host, taken), flush=True)
+            for name in GRADIENTS:
+                print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
+
+
+def _forward(name: str, call: Any, host: Any, taken: Any) -> str:
+    """Return the row of a call."""
+    import jax
+    import torch
+
+    tensors = [torch.from_numpy(x) for x in host]
+    arrays = [jax.numpy.asarray(x) for x in host]
+    base = taken(lambda: call(*host))
+    times = [taken(lambda: call(*tensors)), taken(lambda: jax.block_until_ready(call(*arrays)))]
+    if name not in NOT_TRACED:
+        compiled = jax.jit(call)
+        times.append(taken(lambda: jax.block_until_ready(compiled(*arrays))))
+    cells = [f"{x / base:.2f}" for x in times] + ["-"] * (3 - len(times))
+    own = "-"
+    if name in ("softmax, full", "softmax, causal"):
+        theirs = partial(
+            torch.nn.functional.scaled_dot_product_attention, is_causal=name.endswith("causal")
+        )
+        own = f"{taken(lambda: theirs(*(x[None] for x in tensors))) / times[0]:.2f}"
+    return f"| {name} | {host.shape[-2]:,} | {base:.1f} ms | {' | '.join(cells)} | {own} |"
+
+
+def _gradient(name: str, call: Any, host: Any, taken: Any) -> str:
+    """Return the row of a call and its gradients."""
+    import jax
+    import numpy as np
+    import torch
+
+    import linattn
+    from linattn.interop import torch as interop
+
+    leaves = [torch.from_numpy(x).requires_grad_() for x in host]
+    arrays = [jax.numpy.asarray(x) for x in host]
+    learn = partial(interop.linear_attention, **call.keywords)
+    compiled = jax.jit(jax.grad(lambda *x: call(*x).sum(), (0, 1, 2)))
+
+    def numpys() -> Any:
+        output, pullback = linattn.linear_attention_vjp(*host, **call.keywords)
+        return pullback(np.ones_like(output))
+
+    base = taken(numpys)
+    plain, door = (taken(lambda f=f: f(*leaves).sum().backward()) for f in (call, learn))
+    traced = taken(lambda: jax.block_until_ready(compiled(*arrays)))
+    return (
+        f"| {name}, gradients | {host.shape[-2]:,} | {base:.1f} ms | {plain / base:.2f}, "
+        f"interop {door / base:.2f} | - | {traced / base:.2f} | - |"
+    )
+
+
+if __name__ == "__main__":
+    main()
