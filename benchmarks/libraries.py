@@ -6,7 +6,7 @@
 least processor times (wall times on several threads), NumPy's beside it in milliseconds. Gradients
 are a forward and a backward pass, by ``linear_attention_vjp`` on NumPy, by ``backward()`` of the
 plain function and of ``linattn.interop.torch`` on torch. JAX is run eagerly, and under ``jax.jit``
-after it was compiled once. torch's own exact attention is in the last column of the rows of softmax.
+after it was compiled once. The last column is torch's own exact attention, in rows of softmax.
 """
 
 from __future__ import annotations
