@@ -7,7 +7,7 @@ from functools import partial
 from itertools import compress
 from typing import Any, Literal, Unpack, overload
 
-from linattn import _arrays, _checks, _taped
+from linattn import _arrays, _checks
 from linattn._driver import forward
 from linattn._driver.blocks import take_rows
 from linattn._driver.options import SoftmaxOptions, WindowOptions
@@ -339,7 +339,7 @@ def _solved(
 ) -> tuple[Array, State | None, Array | None, list[State] | None]:
     """Solve a problem; with an interval, also return the states of its prefixes."""
     if interval is None:
-        output, state, norm = _taped.solve(problem, return_state=return_state)
+        output, state, norm = forward.attend(problem, return_state=return_state)
         return output, None if state is None else stamp(state, problem=problem), norm, None
     interval = _checks.check_positive_int("return_states_every", interval)
     output, last, norm, states = forward.solve_in_parts(problem, interval)
@@ -501,7 +501,7 @@ def softmax_attention(
         far_bias=far_bias,
         want_log=return_log_normalizer,
     )
-    output, _, log_normalizer = _taped.solve(problem, return_state=False)
+    output, _, log_normalizer = forward.attend(problem, return_state=False)
     return (output, log_normalizer) if return_log_normalizer else output
 
 

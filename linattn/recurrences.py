@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.problem import recurrence_problem
-from linattn._recurrence.walk import pull_back, solve_for_pullback, step
-from linattn._taped import solve_recurrence
+from linattn._recurrence.walk import attend, pull_back, solve_for_pullback, step
 from linattn.typing import Array, ArrayT
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
@@ -185,7 +184,7 @@ def linear_recurrence(
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
-    output, state = solve_recurrence(problem)
+    output, state = attend(problem)
     return (output, state) if return_state else output
 
 

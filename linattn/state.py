@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _checks, _dispatch, _generic, _settings, _taped
+from linattn import _arrays, _checks, _dispatch, _generic, _settings
 from linattn._driver import forward
 from linattn._driver.problem import (
     check_feature_map,
@@ -182,7 +182,7 @@ def update_state(
         state_name="state",
         reads=False,
     )
-    after = _taped.solve(problem, return_state=True)[1]
+    after = forward.attend(problem, return_state=True)[1]
     assert after is not None
     return stamped(after, state, feature_map, problem)
 
@@ -239,7 +239,7 @@ def read_state(query: ArrayT, state: State, feature_map: FeatureMap) -> ArrayT:
     no_key = xp.empty((*lead, 0, queries.shape[-1]), dtype=queries.dtype, device=device)
     before = {"initial_state": state, "state_name": "state"}
     problem = linear_problem(queries, no_key, nothing, feature_map, **before)
-    output: ArrayT = _taped.solve(problem, return_state=False)[0]
+    output: ArrayT = forward.attend(problem, return_state=False)[0]
     return output
 
 

@@ -7,11 +7,12 @@ states of the forward pass are stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn import _arrays, _checks, _dispatch, _torch_exact
+from linattn import _arrays, _checks, _dispatch
 from linattn._dispatch import block_functions
 from linattn._driver.blocks import decay_of_rows, take, take_problem, task_index
 from linattn._driver.gradient_rows import Checkpoints, GradientRows, GradientWalk, empty_adjoint
@@ -20,9 +21,9 @@ from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
 from linattn._driver.pair_vjps import pull_exact, pull_window
 from linattn._driver.walks import head_tasks, initial_state, join_tasks, planned, run_tasks
 from linattn._generic import units
-from linattn._generic.feature_vjps import sum_to
+from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn._generic.hierarchical import pad
-from linattn._home import at_home, home_of
+from linattn._home import at_home, exact, home_of, node
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
 
 SOURCES = {"two-sided": 2, "window": 2}
@@ -85,7 +86,7 @@ def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> Stat
 
 
 def _pull_by_torch(*arguments: Any) -> Gradients | None:
-    found = _torch_exact.pull(*arguments)
+    found = exact.pull(*arguments)
     if found is None:
         return None
     query, key, value = found
@@ -260,3 +261,81 @@ def _join(problem: Problem, states: list[tuple[Index, Array]]) -> Array:
     for task, gradient in states:
         whole[task_index(tuple(whole.shape), 2, task)] = gradient
     return sum_to(whole, lead, 2)
+
+
+# On torch's tape -------------------------------------------------------------------------------
+
+
+def _tape_arrays(problem: Problem) -> dict[str, Array]:
+    state, weights = problem.state, problem.weights
+    return {
+        "query": problem.query,
+        "key": problem.key,
+        "value": problem.value,
+        "key_bias": weights.key_bias,
+        "log_decay": weights.log_decay,
+        "state": None if state is None else state.kvz,
+    }
+
+
+def _with_arrays(problem: Problem, arrays: dict[str, Array]) -> Problem:
+    of_weights = {n: arrays[n] for n in ("key_bias", "log_decay") if n in arrays}
+    changes: dict[str, Any] = {n: arrays[n] for n in ("query", "key", "value") if n in arrays}
+    if problem.state is not None and "state" in arrays:
+        changes["state"] = problem.state._replace(kvz=arrays["state"])
+    return problem.replace(weights=problem.weights._replace(**of_weights), **changes)
+
+
+def _solve(solve: Any, problem: Problem, return_state: bool, *, taped: bool = False) -> Any:
+    if not problem.num_features:
+        logged = problem.replace(want_log=not taped)
+        output, _, log = solve(logged, return_state=False)
+        return [output], log
+    checkpoints = None if taped else checkpoints_for(problem)
+    output, state, _ = solve(problem, return_state=return_state, checkpoints=checkpoints)
+    results = [output]
+    if return_state:
+        assert state is not None
+        results += [state.kvz, state.log_scale]
+    return results, checkpoints
+
+
+def _pull_node(
+    problem: Problem, stored: Any, results: Any, grad: Array, *grad_state: Array
+) -> dict[str, Array]:
+    of_state = None
+    if len(results) == 3:
+        of_state = state_cotangent(grad_state[0], results[2], problem)
+    if not problem.num_features:
+        stored = exact.Forward(results[0], stored)
+    found = pull(problem, Cotangent(grad, of_state), stored)._asdict()
+    decay = problem.weights.log_decay
+    if decay is not None:
+        found["log_decay"] = sum_to(found["log_decay"], tuple(decay.shape), 0).to(decay.dtype)
+    return found
+
+
+def on_tape(
+    solve: Any, problem: Problem, return_state: bool
+) -> tuple[Array, State | None, Array | None] | None:
+    """Return what ``solve`` does, as one node of torch's tape; None without a pullback for it."""
+    kind = node.Kind(_tape_arrays, _with_arrays, partial(_solve, solve), _pull_node)
+    if not (_has_pullback(problem) and node.is_covered(kind, problem)):
+        return None
+    output, *rest = node.apply(kind, problem, return_state)
+    if not return_state:
+        return output, None, None
+    (kvz, log_scale), before = rest, 0 if problem.state is None else problem.state.length
+    return output, State(kvz, log_scale, before + problem.key.shape[-2]), None
+
+
+def _has_pullback(problem: Problem) -> bool:
+    if problem.want_log or problem.exact.clusters is not None or 0 in problem.lead:
+        return False
+    try:
+        for spec in (problem.query_spec, problem.key_spec) if problem.num_features else ():
+            check_differentiable(spec, problem.feature_map)
+        check_window(problem)
+    except NotImplementedError:
+        return False
+    return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _dispatch, _generic, _torch_exact
+from linattn import _arrays, _dispatch, _generic
 from linattn._driver import traced
 from linattn._driver.blocks import (
     OutputRows,
@@ -43,7 +43,7 @@ from linattn._driver.walks import (
 from linattn._generic import units
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
-from linattn._home import at_home
+from linattn._home import at_home, exact, wants_gradients
 from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
 
 if TYPE_CHECKING:
@@ -60,7 +60,18 @@ class _Solved(NamedTuple):
     """Whether denominators are negative, ``(..., L)``; None where that is not inspected."""
 
 
-@at_home(_torch_exact.solve)
+def attend(problem: Problem, *, return_state: bool) -> tuple[Array, State | None, Array | None]:
+    """Do as `solve`, as one node of torch's tape if torch asks for gradients."""
+    if wants_gradients(problem):
+        from linattn._driver.backward import on_tape
+
+        found = on_tape(solve, problem, return_state)
+        if found is not None:
+            return found
+    return solve(problem, return_state=return_state)
+
+
+@at_home(exact.solve)
 def solve(
     problem: Problem, *, return_state: bool, checkpoints: Checkpoints | None = None
 ) -> tuple[Array, State | None, Array | None]:

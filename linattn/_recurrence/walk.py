@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
-from linattn._home import at_home
+from linattn._home import at_home, node, wants_gradients
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences
@@ -244,3 +245,44 @@ def step(problem: Recurrence) -> tuple[Array, Array]:
         output = xp.matmul(problem.scale * query, state)
         output = xp.astype(output[..., 0, :], problem.query.dtype, copy=False)
         return units.token_times(output, log), units.times_power(state, log)
+
+
+# On torch's tape -------------------------------------------------------------------------------
+
+_NAMES = ("query", "key", "value", "log_decay", "beta", "initial_state")
+
+
+def _tape_arrays(problem: Recurrence) -> dict[str, Array]:
+    return {name: getattr(problem, name) for name in _NAMES}
+
+
+def _with_arrays(problem: Recurrence, arrays: dict[str, Array]) -> Recurrence:
+    return replace(problem, **arrays)
+
+
+def _solve_node(problem: Recurrence, _: bool, *, taped: bool = False) -> Any:
+    if taped:
+        return [*solve(problem)], None
+    output, state, before = solve_for_pullback(problem)
+    return [output, state], before
+
+
+def _pull_node(
+    problem: Recurrence, before: Any, _: Any, grad_output: Array, grad_state: Array
+) -> dict[str, Array]:
+    found = dict(zip(_NAMES, pull_back(problem, before, grad_output, grad_state), strict=True))
+    arrays = _tape_arrays(problem)
+    return {
+        name: None if x is None else sum_to(x, tuple(arrays[name].shape), 0).to(arrays[name].dtype)
+        for name, x in found.items()
+    }
+
+
+def attend(problem: Recurrence) -> tuple[Array, Array]:
+    """Do as `solve`, as one node of torch's tape if torch asks for gradients."""
+    if wants_gradients(problem):
+        kind = node.Kind(_tape_arrays, _with_arrays, _solve_node, _pull_node)
+        if node.is_covered(kind, problem):
+            output, state = node.apply(kind, problem, True)
+            return output, state
+    return solve(problem)

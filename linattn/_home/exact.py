@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from linattn.typing import Array, Cotangent, Problem
 
 
-class Kept(NamedTuple):
+class Forward(NamedTuple):
     """Results of a forward pass that make its pullback faster."""
 
     output: Array
@@ -37,7 +37,7 @@ def solve(problem: Problem, *, return_state: bool, checkpoints: Any = None) -> A
     return output.reshape(*shape[:-1], -1), None, log
 
 
-def pull(problem: Problem, cotangent: Cotangent, kept: Any = None) -> Any:
+def pull(problem: Problem, cotangent: Cotangent, stored: Any = None) -> Any:
     """Return the gradients by query, key and value; None to decline."""
     arguments = None if problem.weights.key_bias is not None else _arguments(problem)
     if arguments is None:
@@ -45,8 +45,8 @@ def pull(problem: Problem, cotangent: Cotangent, kept: Any = None) -> Any:
     tensors, options = arguments
     backward = getattr(sys.modules["torch"].ops.aten, FORWARD + "_backward")
     grad = _heads(cotangent.output)
-    if isinstance(kept, Kept):
-        output, log = _heads(kept.output), kept.log.reshape(grad.shape[:-1])
+    if isinstance(stored, Forward):
+        output, log = _heads(stored.output), stored.log.reshape(grad.shape[:-1])
     else:
         output, log = _attend(tensors, options)
     causal = options.pop("is_causal")
@@ -66,7 +66,7 @@ def _arguments(problem: Problem) -> tuple[list[Array], dict[str, Any]] | None:
     torch, sees, weights = sys.modules["torch"], problem.sees, problem.weights
     tensors = [problem.query, problem.key, problem.value]
     length, size = problem.query.shape[-2], problem.key.shape[-2]
-    is_plain = (
+    is_covered = (
         problem.mode == "exact"
         and hasattr(torch.ops.aten, FORWARD)
         and problem.query.dtype == problem.dtype
@@ -83,7 +83,7 @@ def _arguments(problem: Problem) -> tuple[list[Array], dict[str, Any]] | None:
         and problem.policy.num_threads in (None, torch.get_num_threads())
     )
     # One number that is not finite makes the sum so.
-    if not is_plain or not all(bool(torch.isfinite(x.sum())) for x in tensors[1:]):
+    if not is_covered or not all(bool(torch.isfinite(x.sum())) for x in tensors[1:]):
         return None
     mask = _mask(problem)
     if mask is False:

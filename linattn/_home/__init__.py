@@ -1,7 +1,7 @@
 """The home of arrays: calls on torch's and JAX's CPU arrays are computed by NumPy, in their memory.
 
 The functions of the driver that solve a problem are decorated with :func:`at_home`. If all arrays
-of their arguments are plain CPU arrays of one library, they are viewed as NumPy's, nothing is
+of their arguments are CPU arrays of one library, they are viewed as NumPy's, nothing is
 copied, and the results are given back as arrays of that library. Everything else runs by the code
 of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that torch is to
 differentiate, maps without specs, libraries with a backend, and calls inside `without_backends`.
@@ -33,8 +33,12 @@ class Home(NamedTuple):
 
     view: Callable[[Array], Array]
     """Raises `Abroad` for an array that NumPy cannot view, or should not."""
-    own: Callable[[Array], Array]
-    namespace: Any = _arrays.namespace(np.empty(0))
+    give: Callable[[Array], Array]
+
+    @property
+    def namespace(self) -> Any:
+        """The array namespace of NumPy."""
+        return _numpy()
 
     def record(self, x: Any) -> Any:
         """View all arrays in an argument of the driver."""
@@ -52,7 +56,7 @@ class Home(NamedTuple):
 
     def results(self, x: Any) -> Any:
         """Give all arrays of a result to the library."""
-        return _changed(x, lambda array: self.own(array), np.ndarray)
+        return _changed(x, lambda array: self.give(array), np.ndarray)
 
     def _problem(self, problem: Any) -> Any:
         wide = _arrays.dtype_bits(problem.dtype) == 64
@@ -175,6 +179,14 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
     return decorate
 
 
+def wants_gradients(problem: Problem | Recurrence) -> bool:
+    """Whether torch asks for gradients by arrays of a problem."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(problem.query, torch.Tensor) or not torch.is_grad_enabled():
+        return False
+    return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
+
+
 # torch --------------------------------------------------------------------------------------------
 
 
@@ -217,6 +229,12 @@ def _as_tensor(array: Any) -> Any:
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+@lru_cache(1)
+def _numpy() -> Any:
+    # Not at the top: it loads modules of which an import of linattn has no need.
+    return _arrays.namespace(np.empty(0))
 
 
 @lru_cache(1)

@@ -1,0 +1,117 @@
+"""Calls whose gradients torch asks for: one node of its tape, forward and backward at home.
+
+The node keeps the arrays of the problem and some states, as a pullback of
+:func:`linattn.linear_attention_vjp` does. A backward pass that is to be differentiated again
+(``create_graph=True``) repeats the call by code of torch. So does every call that the driver has no
+pullback for, or in which torch asks for a gradient by another array, such as a parameter of a map.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from linattn._home import arrays_of, home_of
+from linattn.typing import Array, Problem
+
+Arrays = dict[str, Array]
+
+
+class Kind(NamedTuple):
+    """What can be differentiated of a kind of problem, and how."""
+
+    arrays: Callable[[Any], Arrays]
+    """Arrays of a problem that have a gradient, by name; None for those that it lacks."""
+    insert: Callable[[Any, Arrays], Any]
+    """Return the problem with other arrays."""
+    solve: Callable[..., tuple[list[Array], Any]]
+    """``solve(problem, return_state)``: the results, and what the pullback wants of it."""
+    pull: Callable[..., Arrays]
+    """``pull(problem, stored, results, *cotangents)``: gradients by name."""
+
+
+def is_covered(kind: Kind, problem: Any) -> bool:
+    """Whether all gradients that torch asks for are of arrays of this kind, and all is at home."""
+    home, arrays = home_of(problem.query), arrays_of(problem)
+    if home is None or arrays is None:
+        return False
+    wanted = {id(x) for x in arrays if x.requires_grad}
+    if not wanted <= {id(x) for x in kind.arrays(problem).values()}:
+        return False
+    with sys.modules["torch"].no_grad():
+        return home.covers(problem)
+
+
+def apply(kind: Kind, problem: Any, return_state: bool) -> Any:
+    """Return the results of a problem, as one node of torch's tape."""
+    arrays = {name: x for name, x in kind.arrays(problem).items() if x is not None}
+    bare = kind.insert(problem, dict.fromkeys(arrays))
+    call = _Call(kind, bare, return_state, tuple(arrays))
+    return _node().apply(call, *arrays.values())
+
+
+class _Call(NamedTuple):
+    """A call without its arrays."""
+
+    kind: Kind
+    bare: Any
+    return_state: bool
+    names: tuple[str, ...]
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the pullback reads the output: that of exact attention does."""
+        return isinstance(self.bare, Problem) and not self.bare.num_features
+
+    def problem(self, tensors: Any) -> Any:
+        return self.kind.insert(self.bare, dict(zip(self.names, tensors, strict=True)))
+
+
+@cache
+def _node() -> Any:
+    torch: Any = sys.modules["torch"]
+
+    class Attend(torch.autograd.Function):  # type: ignore[misc]
+        """Attention, or a recurrence, of torch's tensors."""
+
+        @staticmethod
+        def forward(ctx: Any, call: _Call, *tensors: Array) -> Any:
+            results, ctx.stored = call.kind.solve(call.problem(tensors), call.return_state)
+            ctx.call = call
+            ctx.save_for_backward(*tensors, *results[0 if call.keeps_output else 1 :])
+            ctx.mark_non_differentiable(*results[2:])
+            return tuple(results)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Array) -> Any:
+            call, count = ctx.call, len(ctx.call.names)
+            tensors, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            results = results if call.keeps_output else (None, *results)
+            problem = call.problem(tensors)
+            if torch.is_grad_enabled():
+                return None, *_pull_by_torch(call, problem, tensors, results, cotangents)
+            found = call.kind.pull(problem, ctx.stored, results, *cotangents)
+            return None, *(found[name] for name in call.names)
+
+    return Attend
+
+
+def _pull_by_torch(
+    call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any
+) -> list[Array]:
+    """Gradients that can be differentiated again: the call once more, on torch's tape."""
+    torch: Any = sys.modules["torch"]
+    results, _ = call.kind.solve(problem, call.return_state, taped=True)
+    if len(results) == 3:
+        # On the scale that the caller has.
+        log = torch.where(before[2] == -torch.inf, 0, results[2] - before[2])
+        results[1] = results[1] * torch.exp(log)[..., None]
+    wanted = [x for x in tensors if x.requires_grad]
+    pairs = zip(results[:2], cotangents, strict=False)
+    used = [(result, grad) for result, grad in pairs if result.requires_grad]
+    outputs, grads = zip(*used, strict=True)
+    options = {"create_graph": True, "allow_unused": True}
+    found = iter(torch.autograd.grad(outputs, wanted, grads, **options))
+    return [next(found) if x.requires_grad else None for x in tensors]
