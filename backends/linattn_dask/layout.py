@@ -454,4 +454,4 @@ def _warn_of_short_chunks(layout: Layout) -> None:
                 f"{name} are in chunks of at most {max(chunks)} rows, for which a task costs the "
                 f"scheduler more than the work takes; rechunk to 8,000 to 64,000 rows"
             )
-            warnings.warn(message, stacklevel=10)
+            warnings.warn(message, stacklevel=12)

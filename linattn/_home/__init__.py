@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import array_api_compat
@@ -38,7 +38,7 @@ class Home(NamedTuple):
     @property
     def namespace(self) -> Any:
         """The array namespace of NumPy."""
-        return _numpy()
+        return _arrays.namespace(np.empty(0))
 
     def record(self, x: Any) -> Any:
         """View all arrays in an argument of the driver."""
@@ -231,13 +231,6 @@ def _as_tensor(array: Any) -> Any:
     return torch.from_numpy(array)
 
 
-@lru_cache(1)
-def _numpy() -> Any:
-    # Not at the top: it loads modules of which an import of linattn has no need.
-    return _arrays.namespace(np.empty(0))
-
-
-@lru_cache(1)
 def _ml_dtypes() -> Any:
     try:
         import ml_dtypes
