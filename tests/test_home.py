@@ -229,6 +229,42 @@ def test_a_second_derivative_and_the_first_beside_a_map_that_learns():
     assert torch.autograd.gradgradcheck(soft, leaves)
 
 
+@pytest.mark.parametrize("kind", ["linear", "exact"])
+def test_gradients_of_many_cotangents_at_once(kind):
+    torch = pytest.importorskip("torch")
+    leaves = [x.requires_grad_() for x in torch.randn(3, 2, 6, DIM, dtype=torch.float64)]
+    phi = [ELU] if kind == "linear" else []
+    call = linattn.linear_attention if phi else linattn.softmax_attention
+    output = call(*leaves, *phi, is_causal=True)
+    many = torch.randn(4, *output.shape, dtype=torch.float64)
+    options: dict[str, Any] = {"retain_graph": True}
+    found = torch.autograd.grad(output, leaves, many, is_grads_batched=True, **options)
+    for i, one in enumerate(many):
+        want = torch.autograd.grad(output, leaves, one, **options)
+        for got, wanted in zip(found, want, strict=True):
+            torch.testing.assert_close(got[i], wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "exact", "recurrence"])
+def test_checkpointing(kind, use_reentrant):
+    torch = pytest.importorskip("torch")
+    leaves = [x.requires_grad_() for x in torch.randn(3, 2, 6, DIM, dtype=torch.float64)]
+
+    def attend(query, key, value):
+        if kind == "recurrence":
+            return linattn.linear_recurrence(query, key, value, update_rule="linear")
+        if kind == "linear":
+            return linattn.linear_attention(query, key, value, PHI, is_causal=True)
+        return linattn.softmax_attention(query, key, value)
+
+    want = torch.autograd.grad(attend(*leaves).square().sum(), leaves)
+    again = partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=use_reentrant)
+    again(*leaves).square().sum().backward()
+    for leaf, wanted in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, wanted)
+
+
 EXACT: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},

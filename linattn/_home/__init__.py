@@ -214,12 +214,15 @@ def _tensor_view(tensor: Any) -> Array:
         or torch._is_functional_tensor(tensor)
     ):
         raise Abroad
-    if tensor.dtype != torch.bfloat16:
-        return tensor.detach().numpy()
-    bfloat16 = getattr(_ml_dtypes(), "bfloat16", None)
-    if bfloat16 is None:
-        raise Abroad
-    return tensor.detach().view(torch.int16).numpy().view(bfloat16)
+    try:
+        if tensor.dtype != torch.bfloat16:
+            return tensor.detach().numpy()
+        bfloat16 = getattr(_ml_dtypes(), "bfloat16", None)
+        if bfloat16 is None:
+            raise Abroad
+        return tensor.detach().view(torch.int16).numpy().view(bfloat16)
+    except RuntimeError as error:  # of a tensor of the vmap behind `is_grads_batched`
+        raise Abroad from error
 
 
 def _as_tensor(array: Any) -> Any:

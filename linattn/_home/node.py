@@ -87,11 +87,16 @@ def _node() -> Any:
         @staticmethod
         def backward(ctx: Any, *cotangents: Array) -> Any:
             call, count = ctx.call, len(ctx.call.names)
-            tensors, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+            # Once: torch's checkpointing gives them once.
+            saved = ctx.saved_tensors
+            tensors, results = saved[:count], saved[count:]
             results = results if call.keeps_output else (None, *results)
             problem = call.problem(tensors)
-            if torch.is_grad_enabled():
-                return None, *_pull_by_torch(call, problem, tensors, results, cotangents)
+            again, home = torch.is_grad_enabled(), home_of(tensors[0])
+            if again or home is None or not home.covers(cotangents):
+                with torch.enable_grad():
+                    found = _pull_by_torch(call, problem, tensors, results, cotangents, again)
+                return None, *found
             found = call.kind.pull(problem, ctx.stored, results, *cotangents)
             return None, *(found[name] for name in call.names)
 
@@ -99,9 +104,9 @@ def _node() -> Any:
 
 
 def _pull_by_torch(
-    call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any
+    call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any, again: bool
 ) -> list[Array]:
-    """Gradients that can be differentiated again: the call once more, on torch's tape."""
+    """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
     torch: Any = sys.modules["torch"]
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
@@ -112,6 +117,6 @@ def _pull_by_torch(
     pairs = zip(results[:2], cotangents, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
     outputs, grads = zip(*used, strict=True)
-    options = {"create_graph": True, "allow_unused": True}
+    options = {"create_graph": again, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, wanted, grads, **options))
     return [next(found) if x.requires_grad else None for x in tensors]
