@@ -247,6 +247,16 @@ def _tensors(value: Any) -> Iterator[Any]:
             yield from _tensors(item)
 
 
+def is_staged(array: Array) -> bool:
+    """Whether JAX traces an array to compile a program, not only to differentiate or map it."""
+    jax = sys.modules.get("jax")
+    while jax is not None and isinstance(array, jax.core.Tracer):
+        if "Jaxpr" in type(array).__name__:
+            return True
+        array = getattr(array, "primal", getattr(array, "val", None))
+    return False
+
+
 def is_lazy(array: Array) -> bool:
     """Whether inspecting the array's values is impossible (traced) or expensive (lazy)."""
     if array_api_compat.is_torch_array(array):

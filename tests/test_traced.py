@@ -193,3 +193,18 @@ def test_batches_are_mapped(jax):
     _, slope = jax.jit(lambda *x: jax.jvp(attend, x, tuple(tangents)))(*HOST)
     ahead, behind = (attend(*(HOST + step * tangents)) for step in (1e-6, -1e-6))
     np.testing.assert_allclose(slope, (ahead - behind) / 2e-6, atol=1e-6)
+
+
+def test_what_is_not_compiled_makes_no_program_of_its_own(jax):
+    """Eager gradients would compile a loop anew in every call."""
+    phi, seen = MAPS["elu"], []
+    event = "/jax/core/compile/backend_compile_duration"
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: seen.append(name == event)
+    )
+    x = jax.numpy.asarray(HOST[0][:, :150])
+    slope = jax.grad(lambda a: linattn.linear_attention(a, a, a, phi, is_causal=True).sum())
+    slope(x)
+    before = sum(seen)
+    slope(x)
+    assert sum(seen) == before

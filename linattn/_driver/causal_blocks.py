@@ -146,7 +146,7 @@ def causal_block(
         return scan_column_normalized(problem, query, key, values_and_one, state)
     if isinstance(problem.query_spec, SeparateDenominator):
         return scan_separate(*specs, query, key, values_and_one, state)
-    if problem.policy.lazy and array_api_compat.is_jax_array(values_and_one):
+    if problem.policy.lazy and any(map(_arrays.is_staged, (query.x, key.x, values_and_one))):
         return _traced(problem, (*specs, query, key, values_and_one, state))
     if problem.policy.lazy:
         return scan_hierarchical(*specs, query, key, values_and_one, state)

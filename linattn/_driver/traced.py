@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import array_api_compat
-
+from linattn import _arrays
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
     decay_of_rows,
@@ -35,8 +34,9 @@ _ALL = slice(0, CHUNK)
 
 
 def is_traced(problem: Problem) -> bool:
-    """Whether JAX traces a problem that `solve` computes, of more than one chunk."""
-    is_jax = problem.policy.lazy and array_api_compat.is_jax_array(problem.query)
+    """Whether JAX compiles a problem that `solve` computes, of more than one chunk."""
+    arrays = problem.query, problem.key, problem.value
+    is_staged = problem.policy.lazy and any(map(_arrays.is_staged, arrays))
     sees = problem.sees
     is_simple = problem.mode in ("causal", "full") or (
         problem.mode == "exact"
@@ -44,7 +44,7 @@ def is_traced(problem: Problem) -> bool:
         and not problem.exact.sinks
         and (sees.key_stop is None or sees.key_stop.ndim == 1)
     )
-    if not is_jax or not is_simple:
+    if not is_staged or not is_simple:
         return False
     length = problem.query.shape[-2], problem.key.shape[-2]
     return max(length) > CHUNK and min(length) > 0 and 0 not in problem.lead
