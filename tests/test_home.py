@@ -52,6 +52,16 @@ def decoded(query, key, value):
     return rows, decoder.state
 
 
+def stepped(query, key, value):
+    """Without leading axes, a sum of decays is a number."""
+    state, decay = None, -0.1 * key[0, 0, :, 0] ** 2
+    for i in range(3):
+        token = query[0, 0, i], key[0, 0, i], value[0, 0, i]
+        state = linattn.init_state(PHI, DIM, like=query) if state is None else state
+        output, state = linattn.decode_step(*token, state, PHI, log_decay=decay[i])
+    return output, state
+
+
 def streamed(query, key, value):
     state = linattn.init_state(PHI, DIM, batch_shape=(2, 3), like=key)
     state = linattn.update_state(state, key, value, PHI)
@@ -79,6 +89,7 @@ CALLS: dict[str, Any] = {
     "a window of softmax": lambda *x: linattn.softmax_attention(*x, local_window_size=5),
     "decoder": decoded,
     "stream": streamed,
+    "steps with decay": stepped,
     "pullback": partial(pulled, linattn.linear_attention_vjp, feature_map=PHI, is_causal=True),
     "pullback of relu": partial(pulled, linattn.linear_attention_vjp, feature_map=ReluFeatures()),
     "recurrence": lambda *x: linattn.linear_recurrence(
