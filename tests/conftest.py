@@ -64,6 +64,7 @@ JAX_FILES = {
     "test_attention.py",
     "test_benchmarks.py",
     "test_dispatch.py",
+    "test_home.py",
     "test_readme.py",
     "test_reparametrized.py",
     "test_state.py",
