@@ -183,6 +183,9 @@ def expect_state(case: Case, got: State, want: Any, decay: Any, name: str = "sta
     tolerance = rounding(case, want) * (abs(want.absolute) + abs(want.memory.kvz))
     # A value times a weight may be smaller than what the state's dtype holds.
     tolerance = tolerance + LEAST_NORMAL[accumulated(case.dtype)] * np.maximum(gauge, 1)
+    if type(case.feature_map).__name__ == "RotatedFeatures" and case.dtype != "float64":
+        # Its features have one scale in all: what is fainter than 2^-85 on it is left out.
+        tolerance = tolerance + 2.0**-85 * np.max(abs(want.absolute), axis=-2, keepdims=True)
     shape = (*lead, *want.memory.kvz.shape[-2:])
     expect(f"{name}.kvz", kvz, want.memory.kvz, tolerance, shape)
     # Of packed sequences it is that of the longest, which cuts do not add up to.
@@ -567,7 +570,12 @@ def check_recurrence(case: Case) -> str:
 def check_linear(case: Case) -> str:
     said = check_forward(case)
     if said == "compared":
-        check_stream(case)
+        try:
+            check_stream(case)
+        except REFUSALS as error:
+            # Parts may be in chunks that the whole was not.
+            if case.library != "dask" or not ARGUMENTS.search(str(error)):
+                raise
     return said
 
 
