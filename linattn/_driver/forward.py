@@ -213,7 +213,7 @@ def _solve_walks(
             return _Solved(*answer)
 
     functions = _dispatch.block_functions(problem.xp)
-    if traced.is_traced(problem):
+    if traced.covers(problem):
         with _generic.ignore_fp_warnings():
             return _Solved(*traced.solve(problem, functions))
     plan = _plan(problem, functions)

@@ -21,7 +21,6 @@ from linattn._driver.options import (
     visibility,
     with_local_window,
 )
-from linattn._driver.specs import peel_affine
 from linattn._driver.stamps import check_map_of_state, check_sequences, known_integer
 from linattn._driver.weights import (
     check_reach,
@@ -30,6 +29,7 @@ from linattn._driver.weights import (
     exact_keys,
     weights_of,
 )
+from linattn._generic.specs import peel_affine
 from linattn.typing import (
     Array,
     ColumnNormalized,

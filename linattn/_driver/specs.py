@@ -43,11 +43,6 @@ def innermost(spec: MapSpec) -> Spec:
     return spec
 
 
-def peel_affine(spec: MapSpec) -> tuple[MapSpec, Affine | None]:
-    """Return the spec inside a change of coordinates, and the change; None without one."""
-    return (spec.spec, spec) if isinstance(spec, Affine) else (spec, None)
-
-
 def is_column_normalized(problem: Problem) -> bool:
     """Whether causal blocks need the normalizers of each feature token by token."""
     return isinstance(problem.query_spec, ColumnNormalized)

@@ -33,7 +33,7 @@ CHUNK = 128
 _ALL = slice(0, CHUNK)
 
 
-def is_traced(problem: Problem) -> bool:
+def covers(problem: Problem) -> bool:
     """Whether JAX compiles a problem that `solve` computes, of more than one chunk."""
     arrays = problem.query, problem.key, problem.value
     is_staged = problem.policy.lazy and any(map(_arrays.is_staged, arrays))

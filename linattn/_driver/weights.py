@@ -11,7 +11,8 @@ import array_api_compat
 
 from linattn import _arrays, _checks
 from linattn._driver.options import Options, check_one_sequence
-from linattn._driver.specs import innermost, peel_affine
+from linattn._driver.specs import innermost
+from linattn._generic.specs import peel_affine
 from linattn.typing import (
     Array,
     Assigned,

@@ -303,3 +303,8 @@ def _spec_lead(spec: MapSpec) -> tuple[int, ...]:
         if array is not None and not isinstance(array, float):
             shapes.append(tuple(array.shape[:-axes]))
     return np.broadcast_shapes(*shapes)
+
+
+def peel_affine(spec: MapSpec) -> tuple[MapSpec, Affine | None]:
+    """Return the spec inside a change of coordinates, and the change; None without one."""
+    return (spec.spec, spec) if isinstance(spec, Affine) else (spec, None)

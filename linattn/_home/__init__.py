@@ -19,7 +19,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _dispatch
-from linattn.typing import Affine, Array, Opaque, Problem, Recurrence
+from linattn._generic.specs import peel_affine
+from linattn.typing import Array, Opaque, Problem, Recurrence
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -70,7 +71,7 @@ class Home(NamedTuple):
             # Its parameters are on the host, and a function of it takes any array.
             both = problem.feature_map.specs(self.namespace, changes["dtype"], "cpu")
             for side, spec in zip(("query", "key"), both, strict=True):
-                inside, change = (spec.spec, spec) if isinstance(spec, Affine) else (spec, None)
+                inside, change = peel_affine(spec)
                 changes |= {f"{side}_spec": inside, f"{side}_change": change}
         if isinstance(problem, Recurrence):
             return replace(problem, **changes)

@@ -95,7 +95,7 @@ def _node() -> Any:
             again, home = torch.is_grad_enabled(), home_of(tensors[0])
             if again or home is None or not home.covers(cotangents):
                 with torch.enable_grad():
-                    found = _pull_by_torch(call, problem, tensors, results, cotangents, again)
+                    found = _pull_again(call, problem, tensors, results, cotangents, again)
                 return None, *found
             found = call.kind.pull(problem, ctx.stored, results, *cotangents)
             return None, *(found[name] for name in call.names)
@@ -103,7 +103,7 @@ def _node() -> Any:
     return Attend
 
 
-def _pull_by_torch(
+def _pull_again(
     call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any, again: bool
 ) -> list[Array]:
     """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""

@@ -51,8 +51,9 @@ def attention_of(
         return run
 
     def is_looped(arrays: Any) -> bool:
-        lengths = [x.shape[-2] for x in jax.tree.leaves(arrays) if getattr(x, "ndim", 0) > 1]
-        return in_chunks is not None and is_traced(arrays) and max(lengths) > _chunks.CHUNK
+        query = arrays["query"] if isinstance(arrays, dict) else arrays[0]
+        is_long = query.shape[-2] > _chunks.CHUNK
+        return in_chunks is not None and is_long and is_traced(arrays)
 
     @under_settings
     def run(arrays: Any) -> Any:
