@@ -38,7 +38,10 @@ def _list(match: re.Match[str]) -> str:
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Translates every docstring before it is parsed, and leaves special methods out."""
+    """Translates every docstring before it is parsed, and leaves special methods out.
+
+    Options typed by ``Unpack`` are parameters where the docstring names each.
+    """
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Replace the docstring of an object that has been read."""
@@ -48,3 +51,24 @@ class MarkdownDocstrings(griffe.Extension):
                     obj.del_member(name)
         if obj.docstring is not None:
             obj.docstring.value = to_markdown(obj.docstring.value)
+
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        """Replace ``**options: Unpack[Options]`` by the keys of ``Options``."""
+        for options in list(func.parameters):
+            named = f"**{options.name}" in (func.docstring.value if func.docstring else "")
+            if options.kind is not griffe.ParameterKind.var_keyword or named:
+                continue
+            annotation = options.annotation
+            if not isinstance(annotation, griffe.ExprSubscript) or str(annotation.left) != "Unpack":
+                continue
+            keys = func.modules_collection[annotation.slice.canonical_path].attributes
+            del func.parameters[options.name]
+            for name, key in keys.items():
+                func.parameters.add(
+                    griffe.Parameter(
+                        name,
+                        annotation=key.annotation,
+                        kind=griffe.ParameterKind.keyword_only,
+                        default="...",
+                    )
+                )
