@@ -119,8 +119,7 @@ def main() -> None:
             got = zarr.open_array(folder / "output", mode="r")[:, -options.rows :]
             found = np.abs(got - want).max() / np.abs(want).max()
             if not found < TOLERANCE:
-                message = f"off by {found:.2g}"
-                raise AssertionError(message)
+                raise AssertionError(f"off by {found:.2g}")
             print(
                 f"{'causal' if is_causal else 'full'}: {seconds:.0f} s, "
                 f"{sum(each.spilled for each in uses)} values spilled, at most "

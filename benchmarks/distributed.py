@@ -84,8 +84,7 @@ def compare(arrays: Any, phi: Any, is_causal: bool, rounds: int) -> dict[str, An
     whole = call(2)
     error = float(np.abs(lazy[32_000](2).compute() - whole).max() / np.abs(whole).max())
     if not error < TOLERANCE:
-        message = f"off by {error:.2g}"
-        raise AssertionError(message)
+        raise AssertionError(f"off by {error:.2g}")
     times = in_turn(calls, rounds)
     base = times["NumPy, 2 threads"]
     return {

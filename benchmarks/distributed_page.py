@@ -121,8 +121,7 @@ def replace_section(page: Path, record: dict[str, Any]) -> None:
     text = page.read_text(encoding="utf-8")
     old = re.compile(rf"^{HEADING}.*?(?=^## )", re.DOTALL | re.MULTILINE)
     if len(old.findall(text)) != 1:
-        message = f"{page} must have one section {HEADING.strip()!r} before another one"
-        raise ValueError(message)
+        raise ValueError(f"{page} must have one section {HEADING.strip()!r} before another one")
     page.write_text(old.sub(lambda _: section(record), text), encoding="utf-8")
 
 

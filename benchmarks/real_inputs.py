@@ -158,8 +158,9 @@ def minilm(length: int, seed: int = 0, kind: str = "manual") -> list[Case]:
 def whisper(length: int, seed: int = 0) -> list[Case]:
     """Layers of a speech encoder, a case each."""
     if "LINATTN_WHISPER" not in os.environ:
-        message = "whisper: LINATTN_WHISPER must name a file that benchmarks.speech --arrays writes"
-        raise SystemExit(message)
+        raise SystemExit(
+            "whisper: LINATTN_WHISPER must name a file that benchmarks.speech --arrays writes"
+        )
     with np.load(Path(os.environ["LINATTN_WHISPER"])) as arrays:
         layers = sorted(name[1:] for name in arrays if name.startswith("q"))
         found = [[arrays[part + layer] for part in "qkv"] for layer in layers]

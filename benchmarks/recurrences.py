@@ -192,8 +192,7 @@ def compare(case: Case, sizes: Sizes, rounds: int) -> dict[str, Any]:
     for name, call in calls.items():
         error = np.max(np.abs(np.asarray(call()) - truth)) / np.max(np.abs(truth))
         if not error < TOLERANCE:
-            message = f"{name}, {case}: off by {error:.2g}"
-            raise AssertionError(message)
+            raise AssertionError(f"{name}, {case}: off by {error:.2g}")
     short = arguments(case, sizes._replace(length=sizes.length // 4))
     times = in_turn(calls | {"a quarter": ours(case, short)}, rounds)
     mine = times["linattn"]

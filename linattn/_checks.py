@@ -30,12 +30,11 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
         return namespace(array), array
     if isinstance(array, np.ndarray):
         if type(array) not in (np.ndarray, np.memmap):
-            message = (
+            raise TypeError(
                 f"{name} must be an ordinary array, got {type(array).__module__}."
                 f"{type(array).__name__}, whose extra meaning (mask, unit, shape) would be lost; "
                 f"convert it first, for a mask use key_mask"
             )
-            raise TypeError(message)
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
     try:
@@ -43,14 +42,12 @@ def _one_array(name: str, array: Any) -> tuple[ModuleType, Array]:
             raise TypeError
         xp = namespace(array)
     except TypeError:
-        message = (
+        raise TypeError(
             f"{name} must be an array of NumPy, CuPy, torch, JAX, Dask or another array-API "
             f"library, {not_supported(name, array)}"
-        )
-        raise TypeError(message) from None
+        ) from None
     if array.ndim == 0:
-        message = f"{name} must be an array with axes (..., length, dim), got a 0-d array"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be an array with axes (..., length, dim), got a 0-d array")
     return xp, array
 
 
@@ -76,27 +73,28 @@ def _check_float(name: str, array: Array, xp: ModuleType) -> None:
         hint = ""
         if "int" in str(dtype) or "bool" in str(dtype):
             hint = "; convert it to a floating dtype first"
-        message = f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype}{hint}"
-        raise TypeError(message)
+        raise TypeError(
+            f"{name} must have dtype float16, bfloat16, float32 or float64, got {dtype}{hint}"
+        )
 
 
 def _check_device(first: str, first_array: Array, name: str, array: Array) -> None:
     devices = (array_api_compat.device(first_array), array_api_compat.device(array))
     # A traced array does not know its device.
     if None not in devices and devices[0] != devices[1]:
-        message = f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
-        raise ValueError(message)
+        raise ValueError(
+            f"{first} and {name} must be on one device, got {devices[0]} and {devices[1]}"
+        )
 
 
 def check_together(first: str, first_array: Array, name: str, array: Array) -> None:
     """Check that two arrays have one library and device; dtypes may differ."""
     xps = namespace(first_array), namespace(array)
     if xps[0] is not xps[1]:
-        message = (
+        raise TypeError(
             f"{first} and {name} must come from one array library, got {library_name(xps[0])} and "
             f"{library_name(xps[1])}"
         )
-        raise TypeError(message)
     _check_device(first, first_array, name, array)
 
 
@@ -105,10 +103,9 @@ def check_log_weights(name: str, array: Array) -> None:
     xp = namespace(array)
     _check_float(name, array, xp)
     if not is_lazy(array) and not bool(xp.all(array < xp.inf)):
-        message = (
+        raise ValueError(
             f"{name} must hold no NaN and no +inf (-inf leaves a pair out), got some; mend it first"
         )
-        raise ValueError(message)
 
 
 def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[Array]]:
@@ -128,34 +125,31 @@ def check_arrays(min_ndim: int = 2, /, **named: Any) -> tuple[ModuleType, list[A
     first, (xp, first_array) = next(iter(checked.items()))
     for name, (other_xp, array) in checked.items():
         if other_xp is not xp:
-            message = (
+            raise TypeError(
                 f"{first} and {name} must come from one array library, got "
                 f"{library_name(xp)} and {library_name(other_xp)}"
             )
-            raise TypeError(message)
         if not _is_ordinary(array):
             _check_float(name, array, xp)
             _check_device(first, first_array, name, array)
             if any(length is None or isinstance(length, float) for length in array.shape):
-                message = (
+                raise ValueError(
                     f"{name} must have a known shape, got {tuple(array.shape)}; for an array of "
                     f"Dask call {name}.compute_chunk_sizes() first, for ONNX interop.onnx.export"
                 )
-                raise ValueError(message)
         if array.ndim < min_ndim:
-            message = (
+            raise ValueError(
                 f"{name} must have at least 2 axes (..., length, dim), got shape "
                 f"{tuple(array.shape)}; for one number in each row pass {name}[:, None]"
             )
-            raise ValueError(message)
         if array.shape[-1] == 0:
-            message = f"{name} must have a last axis of at least 1, got {tuple(array.shape)}"
-            raise ValueError(message)
+            raise ValueError(
+                f"{name} must have a last axis of at least 1, got {tuple(array.shape)}"
+            )
         if array.dtype != first_array.dtype:
-            message = (
+            raise ValueError(
                 f"{first} and {name} must have one dtype, got {first_array.dtype} and {array.dtype}"
             )
-            raise ValueError(message)
     return xp, [array for _, array in checked.values()]
 
 
@@ -167,34 +161,28 @@ def check_positive_int(name: str, value: Any, *, least: int = 1, most: int | Non
         number = None
     if number is None:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        message = f"{name} must be {kind}, got {value!r}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
     if number < least:
-        message = f"{name} must be at least {least}, got {number}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be at least {least}, got {number}")
     if most is not None and number > most:
-        message = f"{name} must be at most {most}, got {number}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be at most {most}, got {number}")
     return number
 
 
 def check_finite_number(name: str, value: Any, *, positive: bool = False) -> float:
     """Check a finite real number, no bool."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
-        message = f"{name} must be a real number, got {value!r}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be a real number, got {value!r}")
     if not np.isfinite(number := float(value)) or (positive and number <= 0):
         wanted = "a positive finite number" if positive else "a finite number"
-        message = f"{name} must be {wanted}, got {number}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be {wanted}, got {number}")
     return number
 
 
 def check_flag(name: str, value: Any) -> bool:
     """Check that a flag is True or False: the truth value of other objects would mislead."""
     if not isinstance(value, bool | np.bool_):
-        message = f"{name} must be True or False, got {value!r}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
@@ -202,11 +190,9 @@ def check_parameter(name: str, value: Any, last_axes: tuple[int, ...] = ()) -> N
     """Copy a parameter of a map to float64; NaN, inf and other last axes are errors."""
     copy = np.array(value, dtype=np.float64)
     if copy.shape[copy.ndim - len(last_axes) :] != last_axes or copy.ndim < len(last_axes):
-        message = f"{name} must have last axes {last_axes}, got shape {copy.shape}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must have last axes {last_axes}, got shape {copy.shape}")
     if not np.isfinite(copy).all():
-        message = f"{name} must be finite, got NaN or inf"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be finite, got NaN or inf")
     return copy
 
 
@@ -219,8 +205,9 @@ def check_leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
         came = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        message = f"leading axes must broadcast against each other, got {came}{_grouping(shapes)}"
-        raise ValueError(message) from None
+        raise ValueError(
+            f"leading axes must broadcast against each other, got {came}{_grouping(shapes)}"
+        ) from None
 
 
 def _grouping(shapes: dict[str, tuple[int, ...]]) -> str:
@@ -254,8 +241,7 @@ def check_key_mask(
     mask = _same_library(name, key_mask, of, key, xp)
     if mask.dtype != xp.bool:
         remedy = "give mask == 1, or mask == 0 of a mask of 0 and -inf that is added to logits"
-        message = f"{name} must be boolean (True = attend), got dtype {mask.dtype}; {remedy}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be boolean (True = attend), got dtype {mask.dtype}; {remedy}")
     return _one_each(name, mask, of, key, query_len)
 
 
@@ -275,10 +261,9 @@ def check_key_bias(
     _check_float("key_bias", bias, xp)
     bias = _one_each("key_bias", bias, "key", key, query_len)
     if not is_lazy(bias) and not bool(xp.all(bias < xp.inf)):
-        message = (
+        raise ValueError(
             "key_bias must hold no NaN and no +inf (-inf leaves a key out), got some; mend it first"
         )
-        raise ValueError(message)
     return xp.astype(bias, dtype, copy=False)
 
 
@@ -307,18 +292,16 @@ def check_state_decay(log_decay: Any, key: Array, xp: ModuleType, dtype: Any) ->
     if len(shape) != len(wanted) or any(
         a not in (1, b) for a, b in zip(shape, wanted, strict=True)
     ):
-        message = (
+        raise ValueError(
             f"log_decay must be a number, or have one axis for each leading axis of key, "
             f"{lead}, and then perhaps one for its length, {length}, each 1 or equal; got shape "
             f"{tuple(log_decay.shape)}. For a decay of each head key needs an axis of heads"
         )
-        raise ValueError(message)
     if not is_lazy(decay) and not bool(xp.all((decay <= 0) & (decay > -xp.inf))):
-        message = (
+        raise ValueError(
             "log_decay must hold finite numbers of at most 0, logs of what the state is multiplied "
             "by before each token, got others; a factor gamma is log_decay=log(gamma)"
         )
-        raise ValueError(message)
     return xp.astype(decay, wide, copy=False)[..., None]
 
 
@@ -326,11 +309,10 @@ def _same_library(name: str, array: Any, of: str, key: Array, xp: ModuleType) ->
     """Check that something is an array of the library and device of the keys."""
     other_xp, array = _one_array(name, array)
     if other_xp is not xp:
-        message = (
+        raise TypeError(
             f"{of} and {name} must come from one array library, got {library_name(xp)} and "
             f"{library_name(other_xp)}"
         )
-        raise TypeError(message)
     _check_device(of, key, name, array)
     return array
 
@@ -383,25 +365,22 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
         lengths = _same_library("key_lengths", given, "key", key, xp)
         lengths = lengths[0] if is_number else lengths
     if not xp.isdtype(lengths.dtype, "integral"):
-        message = f"key_lengths must be integers, got dtype {lengths.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"key_lengths must be integers, got dtype {lengths.dtype}")
     lead, shape, num_keys = tuple(key.shape[:-2]), tuple(lengths.shape), int(key.shape[-2])
     fits = len(shape) == len(lead) and all(a in (1, b) for a, b in zip(shape, lead, strict=True))
     if shape and not fits:
-        message = (
+        raise ValueError(
             f"key_lengths must be one integer, or have one axis for each leading axis of key, each "
             f"1 or equal, that is {lead}; got shape {shape}. Lengths of shape (batch,) are given "
             f"to a key with a heads axis as key_lengths[:, None]"
         )
-        raise ValueError(message)
     if not is_lazy(lengths) and lengths.size:
         least, most = int(xp.min(lengths)), int(xp.max(lengths))
         if least < 0 or most > num_keys:
-            message = (
+            raise ValueError(
                 f"key_lengths must be between 0 and the number of keys, {num_keys}, got "
                 f"{least if least < 0 else most}"
             )
-            raise ValueError(message)
     position = xp.arange(num_keys, device=device)
     return (position < xp.astype(lengths, position.dtype)[..., None])[..., None]
 
@@ -409,23 +388,21 @@ def check_key_lengths(key_lengths: Any, key: Array, xp: ModuleType) -> Array:
 def check_features(name: str, features: Any, x: Array, feature_map: FeatureMap) -> Features:
     """Check that a map returned ``Features`` whose shapes fit the tokens x, ``(..., n, d)``."""
     if not isinstance(features, Features):
-        message = (
+        raise TypeError(
             f"{name} must be linattn.typing.Features(log, values), got "
             f"{type(features).__name__}; return Features(None, values) for features as they are"
         )
-        raise TypeError(message)
     log, values = features
     n, m = x.shape[-2], feature_map.num_features or x.shape[-1]
     wide = log if values is None else values
     shapes: Any = [None if part is None else tuple(part.shape) for part in features]
     fits = wide is not None and tuple(wide.shape[-2:]) == (n, m)
     if not fits or (values is not None and log is not None and shapes[0][-2:] != (n, 1)):
-        message = (
+        raise ValueError(
             f"{name} must have values (..., {n}, {m}) and log None or (..., {n}, 1), or values "
             f"None and log (..., {n}, {m}), for {n} tokens and num_features="
             f"{feature_map.num_features}, got values {shapes[1]} and log {shapes[0]}"
         )
-        raise ValueError(message)
     return features
 
 
@@ -435,26 +412,23 @@ def check_state_record(name: str, state: Any) -> tuple[ModuleType, State]:
     Returns the namespace of the arrays, and the state in native byte order.
     """
     if not isinstance(state, State):
-        message = f"{name} must be a linattn.State, got {type(state).__name__}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be a linattn.State, got {type(state).__name__}")
     named = {f"{name}.kvz": state.kvz, f"{name}.log_scale": state.log_scale}
     xp, (kvz, log_scale) = check_arrays(1, **named)
     shape, scale_shape = tuple(kvz.shape), tuple(log_scale.shape)
     if len(shape) < 2 or shape[-1] < 2 or scale_shape != shape[:-1]:
-        message = (
+        raise ValueError(
             f"{name} must have kvz of shape (..., m, e + 1) and log_scale of shape (..., m), got "
             f"{shape} and {scale_shape}"
         )
-        raise ValueError(message)
     decay = state.log_decay
     if decay is not None and (
         getattr(decay, "shape", None) != shape[:-2] or decay.dtype != kvz.dtype
     ):
-        message = (
+        raise ValueError(
             f"{name} must have log_decay None or of shape {shape[:-2]} and dtype {kvz.dtype}, got "
             f"{decay!r}"
         )
-        raise ValueError(message)
     if kvz is state.kvz and log_scale is state.log_scale:
         return xp, state
     return xp, state._replace(kvz=kvz, log_scale=log_scale)
@@ -465,27 +439,24 @@ def check_state(name: str, state: Any, *, m: int, e: int, dtype: Any, like: Arra
     xp = namespace(like)
     state_xp, state = check_state_record(name, state)
     if state_xp is not xp:
-        message = (
+        raise TypeError(
             f"{name} must come from the array library of the other arguments, got "
             f"{library_name(state_xp)} and {library_name(xp)}; load_state and init_state take like"
         )
-        raise TypeError(message)
     if not (_is_ordinary(like) and _is_ordinary(state.kvz)):
         _check_device("the other arguments", like, name, state.kvz)
     if state.kvz.dtype != dtype:
-        message = (
+        raise ValueError(
             f"{name} must have the accumulation dtype {getattr(dtype, '__name__', dtype)}, got "
             f"{state.kvz.dtype}; a state is "
             f"float64 for float64 inputs and float32 for all narrower ones"
         )
-        raise ValueError(message)
     if tuple(state.kvz.shape[-2:]) != (m, e + 1):
-        message = (
+        raise ValueError(
             f"{name} must have kvz (..., {m}, {e + 1}) and log_scale (..., {m}) for this feature "
             f"map and values of dim {e}, got {tuple(state.kvz.shape)} and "
             f"{tuple(state.log_scale.shape)}"
         )
-        raise ValueError(message)
     return state  # type: ignore[no-any-return]
 
 
@@ -512,11 +483,10 @@ def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool
         array = array[..., None]
     if not fits:
         channels = f", or (..., {length}, {dim}) with as many" if by_channel else ""
-        message = (
+        raise ValueError(
             f"{name} must have a number for each token, shape (..., {length}) with fewer axes "
             f"than key{channels}; got {shape} for a key {tuple(key.shape)}"
         )
-        raise ValueError(message)
     shape = (*array.shape[:-2], length, array.shape[-1])
     return array if array.shape == shape else namespace(array).broadcast_to(array, shape)
 
@@ -526,11 +496,10 @@ def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> 
     array = check_token_numbers("log_decay", log_decay, key, by_channel=by_channel)
     xp = namespace(array)
     if not is_lazy(array) and bool(xp.any(array > 0)):
-        message = (
+        raise ValueError(
             f"log_decay must be at most 0, got {float(xp.max(array)):.3g}: it is the logarithm of "
             f"what is left of a state after a token; for decays between 0 and 1 give log(decay)"
         )
-        raise ValueError(message)
     return array
 
 
@@ -540,8 +509,7 @@ def check_integers(name: str, value: Any) -> NDArray[np.int64]:
     if host is None:
         host = to_numpy(value, name) if hasattr(value, "shape") else np.asarray(value)
     if host.dtype.kind not in "iu" and host.size:
-        message = f"{name} must be integers, got dtype {host.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be integers, got dtype {host.dtype}")
     return host.astype(np.int64)
 
 
@@ -551,12 +519,11 @@ def check_cu_seqlens(cu_seqlens: Any, length: int) -> NDArray[np.int64]:
     is_one_axis = borders.ndim == 1 and len(borders) >= 2
     if not is_one_axis or borders[0] != 0 or borders[-1] != length or (np.diff(borders) < 0).any():
         brief = np.array2string(borders, threshold=8, edgeitems=3, separator=", ")
-        message = (
+        raise ValueError(
             f"cu_seqlens must rise from 0 to the length, {length}, with shape (n + 1,) for n "
             f"sequences, got {brief}; it is the cumulative sum of their lengths, with 0 in front, "
             f"alike for all leading axes"
         )
-        raise ValueError(message)
     return borders
 
 
@@ -566,5 +533,6 @@ def check_cotangent(
     """Check that a cotangent has the shape, dtype, library and device of its output."""
     check_arrays(1, **{f"the array that {name} belongs to": like, name: cotangent})
     if tuple(cotangent.shape) != shape:
-        message = f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
+        )

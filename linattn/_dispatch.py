@@ -171,11 +171,10 @@ def _entry_points() -> dict[str, str]:
     for entry in entry_points(group=GROUP):
         other = found.setdefault(entry.name, entry.value)
         if other != entry.value:
-            message = (
+            raise RuntimeError(
                 f"two packages register a linattn backend for {entry.name!r}: {other} and "
                 f"{entry.value}; uninstall one of them"
             )
-            raise RuntimeError(message)
     return found
 
 

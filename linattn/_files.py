@@ -84,13 +84,15 @@ class Format(NamedTuple):
                     arrays = _read_members(archive, os.path.getsize(path), members)
                 version = int(arrays["format_version"])
                 if version != self.version:
-                    message = f"it has format version {version}, this linattn reads {self.version}"
-                    raise ValueError(message)
+                    raise ValueError(
+                        f"it has format version {version}, this linattn reads {self.version}"
+                    )
                 return build(arrays)
             # A hostile file makes the parsers below raise nearly anything.
             except Exception as error:
-                message = f"{path} is not a linattn {self.kind} file: {error}; {self.remedy}"
-                raise StateFileError(message) from error
+                raise StateFileError(
+                    f"{path} is not a linattn {self.kind} file: {error}; {self.remedy}"
+                ) from error
 
 
 def checked_path(path: Path) -> str:
@@ -99,8 +101,9 @@ def checked_path(path: Path) -> str:
     try:
         return os.fsdecode(path)
     except TypeError:
-        message = f"path must be a str, bytes or path-like object, got {type(path).__name__}"
-        raise TypeError(message) from None
+        raise TypeError(
+            f"path must be a str, bytes or path-like object, got {type(path).__name__}"
+        ) from None
 
 
 def check_target(path: str | os.PathLike[str]) -> os.stat_result | None:
@@ -164,12 +167,10 @@ def _read_members(
     """Read the arrays of an uncompressed npz file of ``size`` bytes."""
     infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     if set(infos) != set(members) or len(archive.infolist()) != len(members):
-        message = f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}"
-        raise ValueError(message)
+        raise ValueError(f"it must hold the arrays {sorted(members)}, got {sorted(infos)[:9]}")
     stored = all(info.compress_type == 0 for info in infos.values())
     if not stored or sum(info.file_size for info in infos.values()) > size:
-        message = f"its arrays claim more than the {size} bytes of the file"
-        raise ValueError(message)
+        raise ValueError(f"its arrays claim more than the {size} bytes of the file")
     return {name: _parse(name, archive.read(info), *members[name]) for name, info in infos.items()}
 
 
@@ -177,8 +178,7 @@ def _parse(name: str, data: bytes, kind: str, ndim: int | None) -> NDArray[Any]:
     """Parse one npy member without trusting its header."""
     stream = BytesIO(data)
     if np.lib.format.read_magic(stream) != (1, 0):
-        message = f"{name} has an unknown npy version"
-        raise ValueError(message)
+        raise ValueError(f"{name} has an unknown npy version")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     body = data[stream.tell() :]
     count = 1
@@ -191,7 +191,6 @@ def _parse(name: str, data: bytes, kind: str, ndim: int | None) -> NDArray[Any]:
         or (ndim is not None and len(shape) != ndim)
         or count * dtype.itemsize != len(body)
     ):
-        message = f"{name} has dtype {dtype} and shape {shape} in {len(body)} bytes"
-        raise ValueError(message)
+        raise ValueError(f"{name} has dtype {dtype} and shape {shape} in {len(body)} bytes")
     array = np.frombuffer(body, dtype=dtype).reshape(shape, order="F" if fortran else "C")
     return array.astype(dtype.newbyteorder("="), order="C", copy=True)

@@ -79,8 +79,7 @@ def config(
         given["num_threads"] = _checks.check_positive_int("num_threads", num_threads)
     if precision is not None:
         if precision not in ("float64", "tf32"):
-            message = f"precision must be 'float64', 'tf32' or None, got {precision!r}"
-            raise ValueError(message)
+            raise ValueError(f"precision must be 'float64', 'tf32' or None, got {precision!r}")
         given["precision"] = precision
     return use_settings(current_settings()._replace(**given))
 

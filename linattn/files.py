@@ -36,11 +36,10 @@ STATE_FORMAT = Format(
 def _fingerprint(feature_map: Any) -> str:
     check_feature_map(feature_map)
     if not hasattr(feature_map, "fingerprint"):
-        message = (
+        raise TypeError(
             f"feature_map must have a method fingerprint() for its states to be recognized, which "
             f"{type(feature_map).__name__} has not; pass feature_map=None to do without"
         )
-        raise TypeError(message)
     return str(feature_map.fingerprint())
 
 
@@ -95,8 +94,7 @@ def save_state(path: Path, state: State, feature_map: FeatureMap | None = None) 
     True
     """
     if not isinstance(state, State):
-        message = f"state must be a linattn.State, got {type(state).__name__}"
-        raise TypeError(message)
+        raise TypeError(f"state must be a linattn.State, got {type(state).__name__}")
     if feature_map is not None:
         fingerprint = _fingerprint(feature_map)
         check_map_of_state("state", state, feature_map)
@@ -215,23 +213,21 @@ def _build_state(arrays: Arrays) -> tuple[str, State]:
     kvz, log_scale = arrays["kvz"], arrays["log_scale"]
     fits = kvz.ndim >= 2 and kvz.shape[-2] >= 1 and kvz.shape[-1] >= 2
     if not fits or log_scale.shape != kvz.shape[:-1] or log_scale.dtype != kvz.dtype:
-        message = (
+        raise ValueError(
             f"kvz and log_scale do not fit: {kvz.dtype} {kvz.shape} and {log_scale.dtype} "
             f"{log_scale.shape}"
         )
-        raise ValueError(message)
     decay = arrays.get("log_decay")
     if decay is not None and (decay.shape != kvz.shape[:-2] or decay.dtype != kvz.dtype):
-        message = f"kvz and log_decay do not fit: {kvz.shape} and {decay.dtype} {decay.shape}"
-        raise ValueError(message)
+        raise ValueError(
+            f"kvz and log_decay do not fit: {kvz.shape} and {decay.dtype} {decay.shape}"
+        )
     length = int(arrays["length"])
     if length < 0:
-        message = f"length must not be negative, got {length}"
-        raise ValueError(message)
+        raise ValueError(f"length must not be negative, got {length}")
     number = None if "num_sequences" not in arrays else int(arrays["num_sequences"])
     if number and (kvz.ndim < 3 or kvz.shape[0] != number):
-        message = f"kvz and num_sequences do not fit: {kvz.shape} and {number}"
-        raise ValueError(message)
+        raise ValueError(f"kvz and num_sequences do not fit: {kvz.shape} and {number}")
     saved = str(arrays["fingerprint"])
     return saved, State(kvz, log_scale, length, _short(saved), decay, number)
 
@@ -242,6 +238,7 @@ def _short(saved: str) -> int | None:
         return short_fingerprint(saved) if saved else None
     number = saved.removeprefix(SHORT)
     if not (number.isascii() and number.isdecimal() and len(number) <= 10 and int(number) < 2**31):
-        message = f"fingerprint must be {SHORT} and an integer of 31 bits, got {saved[:20]!r}"
-        raise ValueError(message)
+        raise ValueError(
+            f"fingerprint must be {SHORT} and an integer of 31 bits, got {saved[:20]!r}"
+        )
     return int(number)

@@ -330,11 +330,10 @@ def differentiable_problem(
     for spec in (problem.query_spec, problem.key_spec):
         check_differentiable(spec, feature_map)
     if not problem.normalize and isinstance(problem.query_spec, ColumnNormalized):
-        message = (
+        raise NotImplementedError(
             f"normalize must be True for gradients of {feature_map!r}, which divides each column "
             f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
         )
-        raise NotImplementedError(message)
     backward.check_window(problem)
     return problem
 

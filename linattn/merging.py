@@ -98,22 +98,21 @@ def _check_parts(parts: Any) -> list[tuple[Array, Array]]:
     """Check the pairs one by one, and that they fit each other."""
     parts = list(parts)
     if not parts:
-        message = "parts must hold at least one (output, log_normalizer), got none"
-        raise ValueError(message)
+        raise ValueError("parts must hold at least one (output, log_normalizer), got none")
     for part in parts:
         if not isinstance(part, tuple | list) or len(part) != 2:
-            message = (
+            raise TypeError(
                 f"parts must be pairs (output, log_normalizer), as attention returns them with "
                 f"return_log_normalizer=True, got {type(part).__name__}"
             )
-            raise TypeError(message)
     _, outputs = _checks.check_arrays(
         **{f"parts[{i}][0]": output for i, (output, _) in enumerate(parts)}
     )
     lengths = {tuple(output.shape[-2:]) for output in outputs}
     if len(lengths) > 1:
-        message = f"outputs of all parts must have one length and value dim, got {sorted(lengths)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"outputs of all parts must have one length and value dim, got {sorted(lengths)}"
+        )
     _checks.check_leading_axes(
         **{f"parts[{i}][0]": tuple(output.shape[:-2]) for i, output in enumerate(outputs)}
     )
@@ -130,9 +129,8 @@ def _check_log(name: str, output: Array, log: Any) -> Array:
     _checks.check_arrays(1, **{f"{name}[1]": log[..., None]})
     _checks.check_together(f"{name}[0]", output, f"{name}[1]", log)
     if tuple(log.shape) != tuple(output.shape[:-1]):
-        message = (
+        raise ValueError(
             f"{name}[1] must be a log normalizer for each row of its output, shape "
             f"{tuple(output.shape[:-1])}, got {tuple(log.shape)}"
         )
-        raise ValueError(message)
     return log

@@ -103,11 +103,10 @@ def rotary(
         dim = 2 * len(given)
     r = d if dim is None else _checks.check_positive_int("dim", dim, most=d)
     if r % 2:
-        message = (
+        raise ValueError(
             f"dim must be even, for coordinates are rotated in pairs, got {r}; give an even dim "
             f"below the {d} coordinates of x"
         )
-        raise ValueError(message)
     dtype = _arrays.accumulation_dtype(xp, array.dtype, None)
     thetas = base ** (-np.arange(0, r, 2) / r) if given is None else given
     angles, of = _angles(array, positions, thetas)
@@ -134,12 +133,11 @@ def _checked_frequencies(frequencies: Any, d: int, dim: Any) -> NDArray[np.float
     is_number = found.dtype.kind in "iuf" and bool(np.isfinite(found).all())
     wanted = range(1, d // 2 + 1) if dim is None else [_checks.check_positive_int("dim", dim) // 2]
     if not is_number or found.ndim != 1 or len(found) not in wanted:
-        message = (
+        raise ValueError(
             f"frequencies must be finite real numbers, one for each pair of coordinates, "
             f"{wanted[-1]}{' at most' if dim is None else ''}, got shape {found.shape} of "
             f"{found.dtype}"
         )
-        raise ValueError(message)
     return found.astype(np.float64)
 
 
@@ -155,23 +153,20 @@ def _angles(x: Array, positions: Any, frequencies: NDArray[np.float64]) -> tuple
         n in (1, m) for n, m in zip(reversed(lead), reversed(x_lead), strict=False)
     )
     if shape[-1:] != (length,) or not fits:
-        message = (
+        raise ValueError(
             f"positions must have shape ({length},), or leading axes too that broadcast to those "
             f"of x, {(*x_lead, length)}, got {shape}"
         )
-        raise ValueError(message)
     if is_array and array_api_compat.is_jax_array(positions) and _arrays.is_lazy(positions):
         xp = _arrays.namespace(positions)
         wide = xp.result_type(xp.float32, xp.asarray(0.0).dtype)
         return xp.astype(positions, wide)[..., None] * xp.asarray(frequencies, dtype=wide), xp
     host = _arrays.to_numpy(positions) if is_array else np.asarray(positions)
     if host.dtype.kind not in "iuf":
-        message = f"positions must be integers or real numbers, got dtype {host.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"positions must be integers or real numbers, got dtype {host.dtype}")
     host = host.astype(np.float64)
     if not np.isfinite(host).all():
-        message = "positions must be finite, got NaN or inf"
-        raise ValueError(message)
+        raise ValueError("positions must be finite, got NaN or inf")
     return host[..., None] * frequencies, np
 
 
@@ -261,7 +256,6 @@ def sinusoidal(length: int, dim: int) -> NDArray[np.float64]:
     length = _checks.check_positive_int("length", length)
     dim = _checks.check_positive_int("dim", dim)
     if dim % 2:
-        message = f"dim must be even: a sine and a cosine for each frequency, got {dim}"
-        raise ValueError(message)
+        raise ValueError(f"dim must be even: a sine and a cosine for each frequency, got {dim}")
     angles = np.arange(length)[:, None] * 10_000.0 ** (-np.arange(0, dim, 2) / dim)
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(length, dim)

@@ -329,8 +329,7 @@ def linear_recurrence_vjp(
         )
         if grad_state is not None:
             if not return_state:
-                message = "grad_state must be None without return_state=True, got an array"
-                raise ValueError(message)
+                raise ValueError("grad_state must be None without return_state=True, got an array")
             _checks.check_cotangent("grad_state", grad_state, "state", tuple(state.shape), state)
         gradients = pull_back(problem, before, grad_output, grad_state)
         return tuple(

@@ -100,8 +100,7 @@ def init_state(
 
 def _check_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     if not isinstance(batch_shape, tuple | list):
-        message = f"batch_shape must be a tuple of lengths, got {batch_shape!r}"
-        raise TypeError(message)
+        raise TypeError(f"batch_shape must be a tuple of lengths, got {batch_shape!r}")
     for axis in batch_shape:
         _checks.check_positive_int("batch_shape", axis, least=0)
     return tuple(batch_shape)
@@ -297,11 +296,10 @@ def merge_states(first: State, second: State) -> State:
     known = [state.fingerprint for state in (first, second) if state.fingerprint is not None]
     came = [known_integer(state.fingerprint) for state in (first, second)]
     if None not in came and came[0] != came[1]:
-        message = (
+        raise ValueError(
             f"first and second must be states of one feature map, got the fingerprints {came[0]} "
             f"and {came[1]}; make both with the same map, such as one drawn with the same seed"
         )
-        raise ValueError(message)
     merge = _dispatch.find("merge", _arrays.namespace(first.kvz))
     merged = None if merge is None else merge(first, second)
     with _generic.ignore_fp_warnings():
@@ -324,12 +322,11 @@ def _with_sequences_in_front(first: State, second: State) -> tuple[State, State]
     states = [first, second]
     numbers = [known_sequences(state) for state in states]
     if None not in numbers and numbers[0] != numbers[1]:
-        message = (
+        raise ValueError(
             f"first and second must be states of the same packed sequences, or of none, got "
             f"num_sequences {numbers[0]} and {numbers[1]}; merge the state of one sequence, "
             f"State(state.kvz[i], state.log_scale[i], state.length), with that of no other"
         )
-        raise ValueError(message)
     ndim = max(state.kvz.ndim for state in states)
     for i, number in enumerate(numbers):
         if number and states[i].kvz.ndim < ndim:

@@ -49,8 +49,7 @@ def chunkings(draw, length):
 
 
 def refuse(*args, **kwargs):
-    message = "computed while the graph was built"
-    raise AssertionError(message)
+    raise AssertionError("computed while the graph was built")
 
 
 @pytest.fixture(autouse=True)

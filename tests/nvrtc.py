@@ -49,8 +49,7 @@ def library_path() -> Path:
     for file in importlib.metadata.files(DISTRIBUTION) or ():
         if re.fullmatch(r"libnvrtc\.so\.\d+", file.name):
             return Path(str(file.locate()))
-    message = f"{DISTRIBUTION} holds no libnvrtc.so"
-    raise FileNotFoundError(message)
+    raise FileNotFoundError(f"{DISTRIBUTION} holds no libnvrtc.so")
 
 
 @functools.cache
@@ -66,8 +65,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 def _check(status: int) -> None:
     if status:
-        message = _nvrtc().nvrtcGetErrorString(status).decode()
-        raise CompilationError(message)
+        raise CompilationError(_nvrtc().nvrtcGetErrorString(status).decode())
 
 
 class Compiled(NamedTuple):

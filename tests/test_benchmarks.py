@@ -382,8 +382,7 @@ class FakeChild:
             if command == "check" and arguments == ("full",):
                 return 0.5
             if command == "time":
-                message = "it broke"
-                raise PeerError(message)
+                raise PeerError("it broke")
         if command == "time":
             return 20.0, 1.0
         return 1e-7
@@ -464,8 +463,7 @@ def test_a_peer_is_compared_with_turns_of_linattn_around_its_own(runner, monkeyp
 def test_a_peer_whose_counterpart_breaks_is_timed_alone(runner, monkeypatch):
     def ask(self, command, *arguments):
         if command == "time" and self.name == "linattn-favor":
-            message = "it broke"
-            raise PeerError(message)
+            raise PeerError("it broke")
         return (20.0, 1.0) if command == "time" else 1e-7
 
     monkeypatch.setattr(FakeChild, "ask", ask)

@@ -461,8 +461,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     PHI.save(path)
 
     def fail(*_, **__):
-        message = "full"
-        raise OSError(message)
+        raise OSError("full")
 
     monkeypatch.setattr(np, "savez", fail)
     with pytest.raises(OSError, match="full"):

@@ -370,8 +370,7 @@ def test_sizes_and_lengths_of_one_kernel():
 def test_strided_arrays_may_be_refused():
     def kernel(*tokens, **gates):
         if not tokens[0].flags.c_contiguous:
-            message = "query must be contiguous"
-            raise ValueError(message)
+            raise ValueError("query must be contiguous")
         return right(*tokens, **gates)
 
     skip = [name for name in CHECKS if name != "strided"]

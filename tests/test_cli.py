@@ -327,8 +327,7 @@ class TestInfo:
 
         def device_count():
             if count is None:
-                message = "cudaErrorInsufficientDriver:\nsecond line"
-                raise Error(message)
+                raise Error("cudaErrorInsufficientDriver:\nsecond line")
             return count
 
         cupy.cuda = types.SimpleNamespace(

@@ -407,8 +407,7 @@ class TestCompare:
         """Landmarks refuse the keys, the others are measured all the same."""
 
         def refuse(*arguments, **options):
-            message = "keys that landmarks refuse"
-            raise ValueError(message)
+            raise ValueError("keys that landmarks refuse")
 
         monkeypatch.setattr(linattn.feature_maps.LandmarkFeatures, "fit", refuse)
         path = save(tmp_path / "in.npz")

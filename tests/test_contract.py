@@ -139,8 +139,7 @@ def want_log_ignored(query_spec, tokens, state, want_log):
 
 def broadcast_heads_raise(query_spec, tokens, state, want_log):
     if tokens.x.shape[:-2] != state.kvz.shape[:-2]:
-        message = "heads differ"
-        raise ValueError(message)
+        raise ValueError("heads differ")
     return _generic.read_block(query_spec, tokens, state, want_log)
 
 

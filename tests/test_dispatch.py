@@ -279,8 +279,7 @@ def test_tasks_take_their_part_of_everything_that_has_heads(fakes):
 
 def test_errors_of_a_backend_reach_the_caller(fakes):
     def broken(*args):
-        message = "kernel launch failed"
-        raise RuntimeError(message)
+        raise RuntimeError("kernel launch failed")
 
     fakes.backend(read_block=broken)
     with pytest.raises(RuntimeError, match="kernel launch failed"):

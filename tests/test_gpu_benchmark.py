@@ -177,8 +177,7 @@ def test_the_kernel_of_the_benchmark_compiles(compile_kernel, tmp_path):
 
 def test_the_file_of_times_holds_what_failed_too(monkeypatch, tmp_path):
     def fail():
-        message = "no such library"
-        raise ImportError(message)
+        raise ImportError("no such library")
 
     ours = [("a b", lambda: {"eager": {"ms": 1.0}}), ("b", fail), ("c", fail)]
     monkeypatch.setattr(times, "items", lambda: iter(ours))

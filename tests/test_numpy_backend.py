@@ -645,8 +645,7 @@ def test_after_an_error_no_further_task_begins():
 
     def work(task):
         begun.append(task)
-        message = "stop"
-        raise RuntimeError(message)
+        raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
         threads.run(2, work, range(100))
@@ -659,8 +658,7 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
 
     def fail(*args):
-        message = "from a thread"
-        raise RuntimeError(message)
+        raise RuntimeError("from a thread")
 
     monkeypatch.setattr(linattn_numpy, "reduce_values", fail)
     query, key, value = inputs(50)

@@ -724,8 +724,7 @@ class OwnPositional(Own):
 
 class OwnBroken(Own):
     def key_features(self, x):
-        message = "no keys today"
-        raise KeyError(message)
+        raise KeyError("no keys today")
 
 
 class TestCheckFeatureMap:
@@ -837,8 +836,7 @@ class TestCheckFeatureMap:
 
         class Unknown(PositiveFeatures):
             def variance(self, x, y):
-                message = "not known"
-                raise NotImplementedError(message)
+                raise NotImplementedError("not known")
 
         skip = set(CHECKS) - {"mean"}
         options = {"num_draws": num_draws, "rng": SEED, "skip": skip}

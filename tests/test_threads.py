@@ -184,8 +184,7 @@ class Failing:
         is_here = threading.current_thread() is threading.main_thread()
         if is_here == self.here and not self.failed.is_set():
             self.failed.set()
-            message = "one head"
-            raise self.fails(message)
+            raise self.fails("one head")
         # The other thread is in a head of its own until this one has failed.
         assert self.failed.wait(30)
         time.sleep(0.05)

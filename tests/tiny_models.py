@@ -133,8 +133,7 @@ def made(family: str, kind: Any = None, **more: Any) -> Any:
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind(config).parameters())
     if count > 30_000_000:
-        message = f"{count} weights: no names of sizes are known for {family}"
-        raise MemoryError(message)
+        raise MemoryError(f"{count} weights: no names of sizes are known for {family}")
     torch.manual_seed(0)
     model = kind(config).eval()
     for weight in model.parameters():

@@ -15,26 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from linattn.typing import Array, Declined
 
-__all__ = [
-    "KERNELS",
-    "address",
-    "broadcast",
-    "check_shared_memory",
-    "compile_options",
-    "contiguous",
-    "empty",
-    "full",
-    "launch",
-    "memory_bytes",
-    "on_device",
-    "open_compiler",
-    "or_generic",
-    "processors",
-    "require",
-    "shared_bytes",
-    "zeros",
-]
-
 KERNELS = Path(__file__).with_name("kernels")
 MIN_CAPABILITY = 80
 """Least compute capability, times 10: the kernels use its instructions."""
@@ -91,8 +71,7 @@ def open_compiler() -> None:
             code = 'extern "C" __global__ void nothing() {}'
             cupy.RawModule(code=code).get_function("nothing")
     except Exception as error:  # compilers and drivers each have errors of their own
-        message = f"nothing can be compiled: {error}"
-        raise KernelUnavailableError(message) from error
+        raise KernelUnavailableError(f"nothing can be compiled: {error}") from error
 
 
 class _Kernel(NamedTuple):
@@ -158,10 +137,9 @@ def launch(
 def check_shared_memory(what: str, needed: int, available: int) -> None:
     """Raise KernelUnavailableError where a block may not have so much shared memory."""
     if needed > available:
-        message = (
+        raise KernelUnavailableError(
             f"{what} needs {needed:,} bytes of shared memory a block, this device has {available:,}"
         )
-        raise KernelUnavailableError(message)
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -23,24 +23,6 @@ from linattn_cupy.steps import (
     redo,
 )
 
-__all__ = [
-    "CAUSAL_TILE",
-    "READ_TILES",
-    "SegmentStates",
-    "Work",
-    "aligned_rows",
-    "attention",
-    "causal_rows",
-    "check_memory",
-    "full_rows",
-    "full_state",
-    "read_tile",
-    "scan",
-    "segments_of",
-    "states_before",
-    "work_of",
-]
-
 MAX_HEAD_DIM = 128
 MAX_FEATURES = 256
 MAX_WARPS = 8
@@ -81,6 +63,7 @@ class Variant(NamedTuple):
     warps: int
 
     def options(self, part: int, tile: int) -> dict[str, int]:
+        """Return what the kernel's source is compiled with."""
         return {
             "PART": part,
             "MAP": FAMILIES[self.family],

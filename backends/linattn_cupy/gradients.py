@@ -30,8 +30,6 @@ from linattn_cupy.fused import (
 )
 from linattn_cupy.layout import Segments, view
 
-__all__ = ["attention_vjp"]
-
 PARTS = {
     "query_terms": 0,
     "key_terms": 0,

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["CapturedCall", "capture"]
-
 
 class CapturedCall:
     """A call as a CUDA graph; made by :func:`capture`.
@@ -73,11 +71,10 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Captured
 
     stream = cupy.cuda.get_current_stream()
     if stream.ptr in (0, cupy.cuda.runtime.streamLegacy):
-        message = (
+        raise RuntimeError(
             "the current stream must be one that can be captured, got the default stream; call "
             "capture inside `with cupy.cuda.Stream(non_blocking=True):`"
         )
-        raise RuntimeError(message)
     first = function(*args, **kwargs)
     stream.synchronize()
     pool = cupy.cuda.MemoryPool()
@@ -91,12 +88,11 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Captured
             # What CuPy and CUDA raise of waits and of cuBLAS.
             if not isinstance(error, RuntimeError):
                 raise
-            message = (
+            raise RuntimeError(
                 f"function must be a call that neither waits for the device nor calls cuBLAS, got "
                 f"'{error}'; attention in float16 and bfloat16 and decoding steps can be captured, "
                 f"other calls are made without a graph"
-            )
-            raise RuntimeError(message) from error
+            ) from error
         graph = stream.end_capture()
     _copy(first, output)
     return CapturedCall(graph, output, (pool, function, args, kwargs))

@@ -10,8 +10,6 @@ import numpy as np
 from linattn.typing import Array
 from linattn_cupy import device
 
-__all__ = ["Heads", "Segments", "heads_of", "is_uniform", "strides", "unit_strides", "view"]
-
 MAX_AXES = 3
 
 

@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 from linattn.typing import ELU_PLUS_ONE, RELU, Array, Exponential, Pointwise
 from linattn_cupy import device
 
-__all__ = ["FAMILIES", "Parameters", "family_of", "num_features_of", "parameters_of"]
-
 FAMILIES = {"exponential": 0, "elu_plus_one": 1, "relu": 2}
 """Option MAP of the kernels."""
 

@@ -12,8 +12,6 @@ from linattn.typing import Exact, Plan, Problem
 from linattn_cupy import device, products
 from linattn_cupy.parameters import family_of
 
-__all__ = ["Block", "blocks_of", "plan", "tokens_of"]
-
 MAX_WORKSPACE = 256 * 2**20
 SHARE_OF_DEVICE = 128
 """Bytes that a block may take, and the share of the device's memory that it may take at most.

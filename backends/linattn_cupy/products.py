@@ -16,8 +16,6 @@ import numpy as np
 
 from linattn.typing import Array
 
-__all__ = ["multiply", "tf32"]
-
 MAX_BATCH = 65535
 """Most products a call: grids of some cuBLAS kernels end there."""
 

@@ -34,8 +34,6 @@ from linattn_cupy.steps import (
     redo,
 )
 
-__all__ = ["divide", "float32_attention", "read_block", "reduce_block"]
-
 WARPS = 8
 THREADS = 32 * WARPS
 COPIES_AT_ONCE = 8

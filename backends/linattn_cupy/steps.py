@@ -11,18 +11,6 @@ from linattn_cupy import device
 from linattn_cupy.layout import Heads, Segments, heads_of, strides, unit_strides
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 
-__all__ = [
-    "COORDINATES_CHANGE",
-    "EMPTY",
-    "MAPS_DIFFER",
-    "MAX_VALUE_DIM",
-    "Rows",
-    "decode",
-    "float32_map",
-    "redo",
-    "stepper",
-]
-
 WARPS = 8
 WARP = 32
 INPUTS = {"float32": 0, "bfloat16": 1, "float16": 2}

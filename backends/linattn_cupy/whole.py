@@ -8,8 +8,6 @@ from linattn.typing import Problem
 from linattn_cupy import fused
 from linattn_cupy.states import float32_attention
 
-__all__ = ["attention"]
-
 
 def attention(problem: Problem) -> Any:
     """Linear attention, or Declined: float32 by products, 16-bit arrays by fused kernels."""

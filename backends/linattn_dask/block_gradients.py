@@ -15,18 +15,6 @@ from linattn.gradients import differentiable_problem, pullback_of
 from linattn.typing import Array, State
 from linattn_dask.blocks import Block, add_blocks, zeros
 
-__all__ = [
-    "BlockGradients",
-    "add_heads",
-    "adjoint_of_block",
-    "gradient_of_block",
-    "pull_causal_block",
-    "pull_keys",
-    "pull_queries",
-    "state_gradient",
-    "tokens_of",
-]
-
 
 class BlockGradients:
     """Gradients of one block by their names: for Dask, which walks into dicts, one thing."""

@@ -16,13 +16,6 @@ import linattn
 from linattn.typing import Array
 from linattn_dask.blocks import Block, along_blocks, zeros
 
-__all__ = [
-    "merge_transitions",
-    "pack_matrix",
-    "recur",
-    "transition",
-]
-
 RULES = {(): "linear", ("log_decay",): "gated", ("beta",): "delta"}
 
 

@@ -19,15 +19,6 @@ import linattn
 from linattn.typing import Array, State
 from linattn_dask.blocks import Block, along_blocks, block_state, merged_states, outputs_of, scan
 
-__all__ = [
-    "EdgeShape",
-    "edge_of_block",
-    "edge_of_state",
-    "merge_edges",
-    "scan_edges",
-    "window_block",
-]
-
 
 class EdgeShape(NamedTuple):
     """What an edge is made of."""
@@ -134,11 +125,10 @@ def _weighed(packed: Array, table: Array, value_dim: int) -> Array:
     left, right = table[..., :1], table[..., -1:]
     left_out = left == -xp.inf
     if bool(xp.any(left_out & (right > -xp.inf))):
-        message = (
+        raise ValueError(
             "far_bias must leave out keys on both sides or to the right alone in full attention on "
             "Dask arrays, got -inf to the left alone; compute() the arrays first"
         )
-        raise ValueError(message)
     nothing = xp.zeros_like(left)
     weight = xp.where(left_out, nothing, right - xp.where(left_out, nothing, left))
     lead = np.broadcast_shapes(packed.shape[:-2], weight.shape[:-1])

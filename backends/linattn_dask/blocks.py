@@ -16,26 +16,6 @@ import array_api_compat
 import linattn
 from linattn.typing import Array, State
 
-__all__ = [
-    "Call",
-    "add_blocks",
-    "along_blocks",
-    "block_state",
-    "causal_block",
-    "merge_blocks",
-    "merge_pairs",
-    "merge_two",
-    "merged_states",
-    "outputs_of",
-    "pack_block",
-    "read_block",
-    "run",
-    "scan",
-    "scan_states",
-    "softmax_block",
-    "zeros",
-]
-
 
 class Call(NamedTuple):
     """What all tasks of a problem are told beside their chunks."""
@@ -58,6 +38,7 @@ class Block:
         self._chunks = dict(zip(call.names, map(_only, chunks), strict=True))
 
     def __getitem__(self, name: str) -> Any:
+        """Return the block of an argument; of a feature map that was sent, the map."""
         chunk: Any = self._chunks.get(name)
         return chunk.feature_map if name == "feature_map" else chunk
 

@@ -11,8 +11,6 @@ from linattn.typing import Array
 from linattn_dask.blocks import merge_pairs, softmax_block
 from linattn_dask.layout import Layout, Part, merge_along
 
-__all__ = ["merged_pairs", "softmax_attention"]
-
 
 def softmax_attention(layout: Layout) -> tuple[Array, None, Array | None]:
     """Attend exactly: the tasks grow with the square of the number of blocks."""

@@ -9,8 +9,6 @@ import numpy as np
 from linattn.typing import Array, Problem
 from linattn_dask.layout import map_lead
 
-__all__ = ["chunked_as_before", "fitted"]
-
 TOKENS = ("query", "key", "value")
 
 

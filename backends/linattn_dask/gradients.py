@@ -36,8 +36,6 @@ from linattn_dask.states import (
 )
 from linattn_dask.sums import sum_to, with_ones
 
-__all__ = ["attention_vjp"]
-
 Chunks: TypeAlias = tuple[int, ...]
 Gradients: TypeAlias = tuple[Array | None, ...]
 

@@ -27,22 +27,6 @@ from linattn.typing import (
 )
 from linattn_dask.blocks import Call, run
 
-__all__ = [
-    "Layout",
-    "Part",
-    "check_chunks",
-    "common_chunks",
-    "depends_on_position",
-    "differing",
-    "innermost",
-    "lead_axes",
-    "map_lead",
-    "merge_along",
-    "read_again",
-    "state_parts",
-    "tasks",
-]
-
 MIN_ROWS = 2500
 """Rows of a chunk below which the scheduler takes longer than the work."""
 
@@ -373,11 +357,10 @@ def _precision(problem: Problem) -> str | None:
 def check_chunks(name: str, array: Array) -> None:
     """Check that chunks are known, and hold whole rows."""
     if len(array.chunks[-1]) > 1:
-        message = (
+        raise ValueError(
             f"{name} must be in one chunk along its last axis, got chunks {array.chunks[-1]}; "
             f"use {name}.rechunk({{-1: -1}})"
         )
-        raise ValueError(message)
 
 
 def differing(names: tuple[str, str], axis: int, expected: Chunks, got: Chunks) -> ValueError:

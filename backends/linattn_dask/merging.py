@@ -8,8 +8,6 @@ from linattn.typing import State
 from linattn_dask.blocks import Call, merge_two
 from linattn_dask.layout import Part, common_chunks, lead_axes, state_parts, tasks
 
-__all__ = ["merge"]
-
 
 def merge(first: State, second: State) -> State:
     """Merge two states, the earlier one first."""

@@ -32,8 +32,6 @@ from linattn_dask.layout import (
 from linattn_dask.short import short
 from linattn_dask.states import AXES, ones, prefix_scan
 
-__all__ = ["recurrence", "recurrence_vjp"]
-
 Chunks: TypeAlias = tuple[int, ...]
 
 TOKENS = ("query", "key", "value")

@@ -6,8 +6,6 @@ from typing import Any
 
 from linattn.typing import Array, Declined, Problem
 
-__all__ = ["declined", "declined_gradients", "short"]
-
 MAX_ROWS = 1024
 """Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
 
@@ -48,10 +46,9 @@ def short(what: str, problem: Any) -> Declined:
         chunks = array.chunks[-2]
         if len(chunks) > 1 or sum(chunks) > MAX_ROWS:
             shown = chunks if len(chunks) <= 6 else f"({', '.join(map(str, chunks[:5]))}, ...)"
-            message = (
+            raise ValueError(
                 f"{name} must be one chunk of at most {MAX_ROWS} rows for {what} on Dask arrays, "
                 f"got chunks {shown} along axis -2; compute() the arrays first, or call it on "
                 f"chunks of whole sequences by dask.array.map_blocks"
             )
-            raise ValueError(message)
     return Declined("not done block by block")

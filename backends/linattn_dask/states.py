@@ -13,20 +13,6 @@ from linattn.typing import Array, State
 from linattn_dask.blocks import add_blocks, block_state, merge_blocks, pack_block, scan_states
 from linattn_dask.layout import Layout, Part, merge_along
 
-__all__ = [
-    "all_states",
-    "block_states",
-    "first_state",
-    "grouped_scan",
-    "lazy_state",
-    "merge",
-    "ones",
-    "prefix_scan",
-    "state_axes",
-    "states_after",
-    "states_before",
-]
-
 MAX_CHAIN = 32
 """Blocks whose states are merged one after the other; more blocks are merged in groups."""
 

@@ -16,8 +16,6 @@ import numpy as np
 from linattn.typing import Problem
 from linattn_dask.layout import Layout, Part
 
-__all__ = ["Aligned", "aligned"]
-
 Chunks = tuple[int, ...]
 
 

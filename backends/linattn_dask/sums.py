@@ -10,8 +10,6 @@ from linattn.typing import Array
 from linattn_dask.layout import merge_along
 from linattn_dask.states import ones
 
-__all__ = ["sum_to", "with_ones"]
-
 Chunks = tuple[int, ...]
 
 

@@ -22,8 +22,6 @@ from linattn_dask.states import (
 from linattn_dask.stops import aligned
 from linattn_dask.window import window_attention
 
-__all__ = ["attention"]
-
 Result: TypeAlias = tuple[Array, State | None, Array | None]
 
 

@@ -25,8 +25,6 @@ from linattn_dask.states import (
     state_axes,
 )
 
-__all__ = ["window_attention"]
-
 ROWS = ("key", "value", "key_mask", "key_bias", "log_decay")
 
 

@@ -16,8 +16,6 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 
-__all__ = ["assigned_sums", "features_and_logs", "sums_by_feature"]
-
 
 def assigned_sums(
     spec: Assigned, tokens: Tokens, values_and_one: Floats

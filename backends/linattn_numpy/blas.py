@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-__all__ = ["Blas", "blas", "controller"]
-
 
 @cache
 def controller() -> Any:

@@ -22,8 +22,6 @@ from linattn_numpy.features import exponents, floor_of, log_features
 from linattn_numpy.products import broadcast_lead, product, transposed, weighted_sum
 from linattn_numpy.states import add_sums, by_feature
 
-__all__ = ["exact_vjp", "read_block_vjp", "reduce_block_vjp"]
-
 UNDERFLOWED_KEYS = Declined("features of keys may have underflowed beside the largest weight")
 
 

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from linattn_numpy.buffers import Floats
 
-__all__ = ["Border", "borders_of_tiles"]
-
 Lengths = NDArray[np.int64]
 
 

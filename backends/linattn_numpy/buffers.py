@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from linattn_numpy import tuning
 
-__all__ = ["Bools", "Floats", "buffer"]
-
 Floats = NDArray[Any]
 Bools = NDArray[np.bool_]
 

@@ -48,8 +48,6 @@ from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import split_tiles, sub_blocks, tiles
 from linattn_numpy.triangles import Triangles
 
-__all__ = ["Sums", "scan_block", "scan_decayed_block", "scan_tiles"]
-
 LARGE_SAMPLE = Declined("exponents of a few tokens are out of the range of unshifted ones")
 
 

@@ -13,14 +13,6 @@ from linattn_numpy.features import exponents, log_features
 from linattn_numpy.products import broadcast_lead
 from linattn_numpy.tiles import Run
 
-__all__ = [
-    "CausalBlock",
-    "CommonScale",
-    "StabilizedBlock",
-    "common_scale",
-    "stabilize",
-]
-
 
 class CommonScale(NamedTuple):
     """A causal block of keys and the state before it on one scale."""

@@ -25,8 +25,6 @@ from linattn_numpy.products import product, sum_products, transposed, weighted
 from linattn_numpy.states import by_feature
 from linattn_numpy.tiles import Run, lower, runs_of, sub_blocks
 
-__all__ = ["scan_vjp"]
-
 Gradients: TypeAlias = tuple[Floats, Floats, Floats, State]
 
 

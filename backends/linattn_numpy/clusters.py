@@ -23,8 +23,6 @@ from linattn_numpy.products import broadcast_lead
 from linattn_numpy.states import add_sums
 from linattn_numpy.tiles import head_tiles
 
-__all__ = ["assign_block", "choose_block", "clusters_block"]
-
 
 def assign_block(
     key_spec: Assigned, tokens: Tokens, values_and_one: Floats, state: State

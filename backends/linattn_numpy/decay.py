@@ -19,8 +19,6 @@ from linattn_numpy.buffers import Bools, Floats
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower, moveaxis, split_tiles, sub_blocks
 
-__all__ = ["Decay", "WeakDecay", "decay_of_tiles", "weak_decay"]
-
 
 class Decay(NamedTuple):
     """Decay factors in a tile, ``(..., count, size, .)``; count is 1 if sub-blocks share them."""

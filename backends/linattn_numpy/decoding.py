@@ -21,8 +21,6 @@ from linattn_numpy.features import supports_pointwise
 from linattn_numpy.token_features import ExponentialToken, PointwiseToken, rebase_for
 from linattn_numpy.tuning import MAX_BUFFERED_TOKENS, MAX_CACHED_TOKEN_ELEMENTS
 
-__all__ = ["decode", "stepper"]
-
 Token: TypeAlias = ExponentialToken | PointwiseToken
 
 MOST_OF_BUFFER = MAX_BUFFERED_TOKENS * exp(limits.MAX_LOG_LEAD)

@@ -12,8 +12,6 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, small_parts, transposed
 
-__all__ = ["band_block", "exact_block", "exact_more"]
-
 NOT_FINITE = Declined("sums are not finite")
 
 

@@ -24,8 +24,6 @@ from linattn_numpy.features import (
 )
 from linattn_numpy.products import transposed
 
-__all__ = ["NO_VJP", "Unshifted", "features_vjp", "has_vjp", "sum_to", "unshifted_features"]
-
 NO_VJP = Declined("NumPy has its own gradients of exponential maps, elu + 1 and ReLU only")
 
 

@@ -26,28 +26,6 @@ from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import broadcast_lead, product, transposed
 from linattn_numpy.tiles import head_tiles, moveaxis
 
-__all__ = [
-    "FeatureMaker",
-    "Supported",
-    "activate",
-    "are_moderate",
-    "exponents",
-    "feature_tiles",
-    "features_shape",
-    "floor_of",
-    "least_of",
-    "log_features",
-    "log_offsets",
-    "num_sign_halves",
-    "preactivations",
-    "row_log",
-    "row_term",
-    "supports",
-    "supports_pointwise",
-    "tiles_by_head",
-    "unsupported",
-]
-
 Supported: TypeAlias = Exponential | Pointwise
 """Specs whose features are made here."""
 

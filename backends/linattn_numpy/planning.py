@@ -15,8 +15,6 @@ from linattn_numpy.features import supports
 from linattn_numpy.threads import run
 from linattn_numpy.tiles import head_parts, part_sizes
 
-__all__ = ["num_threads", "plan"]
-
 
 def plan(problem: Problem) -> Plan:
     """Plan a task for each head or batch of short heads, cache-sized blocks, threads over tasks."""

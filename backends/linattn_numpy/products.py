@@ -11,17 +11,6 @@ from linattn_numpy import tuning
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.tiles import equal_parts, moveaxis
 
-__all__ = [
-    "broadcast_lead",
-    "product",
-    "read_halves",
-    "small_parts",
-    "sum_products",
-    "transposed",
-    "weighted",
-    "weighted_sum",
-]
-
 
 def transposed(x: Floats) -> Floats:
     """Swap the last two axes."""

@@ -21,8 +21,6 @@ from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.products import transposed
 from linattn_numpy.tiles import lower
 
-__all__ = ["Chunks", "Inside", "inside", "unit_lower_inverse"]
-
 MIN_LOG = -1e30
 """Stands for -inf, whose product with 0 would be NaN."""
 

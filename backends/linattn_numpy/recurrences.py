@@ -26,8 +26,6 @@ from linattn_numpy.products import transposed
 from linattn_numpy.recurrence_chunks import Chunks, inside, unit_lower_inverse
 from linattn_numpy.threads import run
 
-__all__ = ["recurrence"]
-
 
 def recurrence(problem: Recurrence) -> tuple[Floats, Floats] | Declined:
     """Return the outputs, and the state after the last token."""

@@ -43,8 +43,6 @@ from linattn_numpy.products import (
 )
 from linattn_numpy.tiles import Run, lower, runs_of
 
-__all__ = ["sequences_block"]
-
 
 def sequences_block(
     query_spec: Spec,

@@ -48,16 +48,6 @@ from linattn_numpy.features import (
 from linattn_numpy.products import broadcast_lead, read_halves, weighted, weighted_sum
 from linattn_numpy.tiles import ones_column
 
-__all__ = [
-    "add_sums",
-    "by_feature",
-    "divide",
-    "read_block",
-    "read_output",
-    "reduce_block",
-    "reduce_values",
-]
-
 Ones: TypeAlias = Floats | None
 """Weights of values, ``(..., n, 1)``: 1, or 0 where masked; None where all are 1."""
 

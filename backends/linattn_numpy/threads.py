@@ -17,8 +17,6 @@ from typing import Any, TypeAlias
 from linattn_numpy import tuning
 from linattn_numpy.blas import blas
 
-__all__ = ["limited_threads", "run"]
-
 Work: TypeAlias = Callable[[Any], Iterable[Any] | None]
 
 _here = threading.local()

@@ -13,21 +13,6 @@ from linattn.typing import Index
 from linattn_numpy import tuning
 from linattn_numpy.buffers import Floats
 
-__all__ = [
-    "Run",
-    "equal_parts",
-    "head_parts",
-    "head_tiles",
-    "lower",
-    "moveaxis",
-    "ones_column",
-    "part_sizes",
-    "runs_of",
-    "split_tiles",
-    "sub_blocks",
-    "tiles",
-]
-
 
 class Run(NamedTuple):
     """Sub-blocks of one length, one after the other."""

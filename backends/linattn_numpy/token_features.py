@@ -15,8 +15,6 @@ from linattn_numpy import limits
 from linattn_numpy.buffers import Floats
 from linattn_numpy.features import activate, preactivations
 
-__all__ = ["ExponentialToken", "PointwiseToken", "rebase_for"]
-
 TOO_HIGH = Declined("a key is not finite, or its features are too large for any log scale")
 
 

@@ -18,8 +18,6 @@ from linattn_numpy.limits import rescale, rounded
 from linattn_numpy.products import broadcast_lead, sum_products, transposed, weighted
 from linattn_numpy.tiles import lower, moveaxis, split_tiles
 
-__all__ = ["Triangles"]
-
 
 class Triangles:
     """Compute ``out_i = q_i (kvz + sum_(j<=i) k_j v_j)`` for successive tiles of one shape.

@@ -107,8 +107,9 @@ class CupyLibrary:
             except Exception as error:
                 if not type(error).__module__.startswith("cupy_backends.cuda"):
                     raise
-                message = f"in {function}, grid {args[1]}, block {args[2]}: {error}"
-                raise RuntimeError(message) from error
+                raise RuntimeError(
+                    f"in {function}, grid {args[1]}, block {args[2]}: {error}"
+                ) from error
 
         def note_declined(reason: str) -> Declined:
             self.launches.append(GENERIC)

@@ -144,8 +144,7 @@ def _names() -> str:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"want a positive number, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"want a positive number, got {text}")
     return number
 
 

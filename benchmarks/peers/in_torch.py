@@ -182,8 +182,7 @@ class Recipe:
         exponents = torch.mm(x, self.projection, out=buffer[: len(x)])
         low, high = torch.aminmax(exponents)
         if not max(-float(low), float(high)) <= MAX_EXPONENT:
-            message = f"exponents: want at most {MAX_EXPONENT} in size, got {low} to {high}"
-            raise ValueError(message)
+            raise ValueError(f"exponents: want at most {MAX_EXPONENT} in size, got {low} to {high}")
         return exponents.exp_()
 
     def _weighed(self, k: Tensor, v: Tensor) -> Tensor:

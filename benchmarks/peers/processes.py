@@ -79,11 +79,9 @@ class Child:
             line = ""
         if line is None:
             process.kill()
-            message = f"no answer within {PATIENCE:.0f} seconds"
-            raise PeerError(message)
+            raise PeerError(f"no answer within {PATIENCE:.0f} seconds")
         if not line:
-            message = f"ended with exit code {process.wait()}: {self._last_words()}"
-            raise PeerError(message)
+            raise PeerError(f"ended with exit code {process.wait()}: {self._last_words()}")
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])

@@ -126,8 +126,9 @@ class Runner:
                     error = child.ask("check", kind)
                     wanted = PEERS[name].tolerance
                     if not error <= wanted:
-                        message = f"error {error:.1e} on the small input, wanted {wanted:.0e}"
-                        raise PeerError(message)
+                        raise PeerError(
+                            f"error {error:.1e} on the small input, wanted {wanted:.0e}"
+                        )
                 except PeerError as failure:
                     self._leave_out(name, kind, None, threads, str(failure))
                 else:

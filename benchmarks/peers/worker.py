@@ -70,8 +70,7 @@ class Worker:
         found = prepared.fetch(prepared.call())
         wanted = prepared.wanted()
         if found.shape != wanted.shape:
-            message = f"{self._name}, {kind}: want shape {wanted.shape}, got {found.shape}"
-            raise ValueError(message)
+            raise ValueError(f"{self._name}, {kind}: want shape {wanted.shape}, got {found.shape}")
         return float(np.abs(found - wanted).max() / np.abs(wanted).max())
 
     def prepare(self, kind: str, sizes: list[int], length: int) -> float:

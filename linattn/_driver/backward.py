@@ -61,11 +61,10 @@ def check_window(problem: Problem) -> None:
     covered = problem.sees.key_stop is None and problem.weights.log_decay is None
     if problem.exact.window is None or covered:
         return
-    message = (
+    raise NotImplementedError(
         f"exact_window must be None for gradients with log_decay or key_stop, got "
         f"{problem.exact.window}; let torch or JAX differentiate linear_attention"
     )
-    raise NotImplementedError(message)
 
 
 def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
@@ -73,8 +72,9 @@ def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> Stat
     if grad_state is None:
         return None
     if log_scale is None:
-        message = "grad_state needs return_state=True: without it there is no state to have one"
-        raise ValueError(message)
+        raise ValueError(
+            "grad_state needs return_state=True: without it there is no state to have one"
+        )
     shape = (*log_scale.shape, problem.value.shape[-1] + 1)
     _checks.check_cotangent("grad_state", grad_state, "state.kvz", shape, log_scale)
     xp = problem.xp

@@ -123,12 +123,11 @@ def solve_in_parts(
     log = units.value_log(whole) if log is None else log
     problem = units.in_units(whole, log)
     if problem.mode != "causal" or problem.sees.cu_seqlens is not None:
-        message = (
+        raise ValueError(
             f"return_states_every must be None unless causal, without a window, clusters, stops or "
             f"packed sequences, got {length!r}; call linear_attention part by part, each with the "
             f"state that the one before returned"
         )
-        raise ValueError(message)
     xp, num_tokens = problem.xp, problem.query.shape[-2]
     state = initial_state(problem)
     parts, states = [], []

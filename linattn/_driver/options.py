@@ -112,12 +112,11 @@ def pairs_tokens(sees: Visible) -> bool:
 def check_one_sequence(name: str, sees: Visible, query: Array, key: Array) -> None:
     """Check that an option that asks for positions finds queries and keys at them."""
     if query.shape[-2] != key.shape[-2] and sees.option in ("", "is_causal"):
-        message = (
+        raise ValueError(
             f"under {name} query and key must have equal length, got {query.shape[-2]} and "
             f'{key.shape[-2]}: both are one sequence there; is_causal="lower_right" takes the '
             f"queries for the last positions of the keys"
         )
-        raise ValueError(message)
 
 
 def visibility(query: Array, key: Array, options: Options) -> Visible:
@@ -125,12 +124,11 @@ def visibility(query: Array, key: Array, options: Options) -> Visible:
     lower_right = isinstance(options.is_causal, str) and options.is_causal == "lower_right"
     if not lower_right and not isinstance(options.is_causal, bool | np.bool_):
         got = options.is_causal
-        message = (
+        raise TypeError(
             f'is_causal must be True, False or "lower_right", got '
             f"{type(got).__name__ if hasattr(got, 'shape') else repr(got)}; which keys each query "
             f"sees is said by key_stop"
         )
-        raise TypeError(message)
     is_causal = lower_right or bool(options.is_causal)
     named = {
         "is_causal": is_causal or None,
@@ -140,34 +138,30 @@ def visibility(query: Array, key: Array, options: Options) -> Visible:
     }
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
-        message = (
+        raise ValueError(
             f"at most one of {', '.join(named)} must be given, got {' and '.join(given)}: each "
             f"says which keys a query sees; for the keys that both allow pass their key_stop alone"
         )
-        raise ValueError(message)
     option = given[0] if given else ""
     length, num_keys = int(query.shape[-2]), int(key.shape[-2])
     borders = None
     if options.cu_seqlens is not None:
         if length != num_keys:
-            message = (
+            raise ValueError(
                 f"under cu_seqlens query and key must have equal length, got {length} and "
                 f"{num_keys}: both are the same packed sequences"
             )
-            raise ValueError(message)
         borders = _checks.check_cu_seqlens(options.cu_seqlens, num_keys)
         if options.key_lengths is not None:
-            message = (
+            raise ValueError(
                 "key_lengths must be None with cu_seqlens, whose borders are the lengths of the "
                 "sequences; leave keys at their ends out by key_mask"
             )
-            raise ValueError(message)
         if options.exact_clusters is not None:
-            message = (
+            raise ValueError(
                 "exact_clusters must be None with cu_seqlens: keys are sorted by cluster along one "
                 "sequence; make one call for each sequence"
             )
-            raise ValueError(message)
     if option in ("", "is_causal") and not (lower_right and length != num_keys):
         return Visible(right=0 if is_causal else None, cu_seqlens=borders, option=option)
     shown = LOWER_RIGHT if lower_right else option
@@ -186,17 +180,15 @@ def visibility(query: Array, key: Array, options: Options) -> Visible:
 def _check_alone(option: str, options: Options) -> None:
     """Check that an option with stops of keys comes without clusters and packed sequences."""
     if options.exact_clusters is not None:
-        message = (
+        raise ValueError(
             f"exact_clusters must be None with {option}: queries choose clusters among all keys; "
             f"use exact_window or leave exact_clusters out"
         )
-        raise ValueError(message)
     if options.cu_seqlens is not None:
-        message = (
+        raise ValueError(
             f"cu_seqlens must be None with {option}: {option} counts the keys of one sequence, and "
             f"these borders hold several; use is_causal=True, or one call for each sequence"
         )
-        raise ValueError(message)
 
 
 def _stops(option: str, options: Options, length: int, num_keys: int) -> Integers:
@@ -209,11 +201,10 @@ def _stops(option: str, options: Options, length: int, num_keys: int) -> Integer
         stops = np.clip(position + 1 + num_keys - length, 0, num_keys)
     else:
         if length != num_keys:
-            message = (
+            raise ValueError(
                 f"under {option} query and key must have equal length, got {length} and "
                 f"{num_keys}: both are one sequence there; give key_stop for other lengths"
             )
-            raise ValueError(message)
         if option == "causal_block":
             block = _checks.check_positive_int(option, options.causal_block)
             stops = np.minimum(block * (position // block + 1), num_keys)
@@ -233,27 +224,26 @@ def _stops(option: str, options: Options, length: int, num_keys: int) -> Integer
 def _check_range(name: str, stops: Integers, num_keys: int) -> None:
     if stops.size and (stops.min() < 0 or stops.max() > num_keys):
         wrong = stops[(stops < 0) | (stops > num_keys)].flat[0]
-        message = f"{name} must be between 0 and the number of keys, {num_keys}, got {wrong}"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must be between 0 and the number of keys, {num_keys}, got {wrong}"
+        )
 
 
 def _check_stops(stops: Integers, length: int, num_keys: int) -> None:
     if stops.ndim == 0 or stops.shape[-1] != length:
-        message = (
+        raise ValueError(
             f"key_stop must have shape ({length},) or (..., {length}), one for each query, got "
             f"shape {stops.shape}"
         )
-        raise ValueError(message)
     _check_range("key_stop", stops, num_keys)
     falls = np.argwhere(np.diff(stops, axis=-1) < 0)
     if len(falls):
         *lead, i = falls[0].tolist()
         first, second = stops[(*lead, slice(i, i + 2))].tolist()
-        message = (
+        raise ValueError(
             f"key_stop must not decrease along the queries, got {first} and then {second} at "
             f"{i + 1}: a state takes up keys and never lets go of one"
         )
-        raise ValueError(message)
 
 
 def with_local_window(size: Any, query: Array, key: Array, sees: Visible, sinks: int) -> Visible:
@@ -262,8 +252,9 @@ def with_local_window(size: Any, query: Array, key: Array, sees: Visible, sinks:
         return sees
     sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
     if len(sides) != 2:
-        message = f"local_window_size must be an integer or a pair (left, right), got {size!r}"
-        raise ValueError(message)
+        raise ValueError(
+            f"local_window_size must be an integer or a pair (left, right), got {size!r}"
+        )
     check_one_sequence("local_window_size", sees, query, key)
     most = max(query.shape[-2], key.shape[-2], 1) - 1
     left, right = (
@@ -288,9 +279,8 @@ def check_stop_axes(stops: Integers | None, state_lead: tuple[int, ...]) -> None
         a in (1, b) for a, b in zip(lead, state_lead[len(state_lead) - len(lead) :], strict=True)
     )
     if not fits:
-        message = (
+        raise ValueError(
             f"leading axes of key_stop must broadcast to those of key and value, {state_lead}, got "
             f"{lead}: queries that share their keys share a state, and see the same of it; for "
             f"other stops repeat the keys along that axis"
         )
-        raise ValueError(message)

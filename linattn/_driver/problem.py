@@ -56,22 +56,20 @@ def check_feature_map(feature_map: Any) -> None:
     if isinstance(feature_map, type) or not all(hasattr(feature_map, name) for name in names):
         name = feature_map.__name__ if isinstance(feature_map, type) else type(feature_map).__name__
         came = f"the class {name}; make one, {name}(...)" if isinstance(feature_map, type) else name
-        message = (
+        raise TypeError(
             f"feature_map must have num_features, query_features and key_features, such as "
             f"linattn.feature_maps.PositiveFeatures(dim), got {came}"
         )
-        raise TypeError(message)
 
 
 def num_features_of(feature_map: FeatureMap, name: str, dim: int) -> int:
     """Count features for inputs of this dim, which must be the map's own if it has one."""
     wanted = getattr(feature_map, "dim", None)
     if wanted is not None and wanted != dim:
-        message = (
+        raise ValueError(
             f"{name} must have {wanted} coordinates, the dim of feature_map, got a last axis of "
             f"{dim}"
         )
-        raise ValueError(message)
     m = feature_map.num_features
     return dim if m is None else _checks.check_positive_int("feature_map.num_features", m)
 
@@ -101,23 +99,20 @@ def _checked(feature_map: FeatureMap, name: str) -> Callable[[Tokens], Features]
 def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
     """Check that each key has a value and, where causal, a query."""
     if query.shape[-1] != key.shape[-1]:
-        message = (
+        raise ValueError(
             f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
             f"{tuple(key.shape)}"
         )
-        raise ValueError(message)
     if key.shape[-2] != value.shape[-2]:
-        message = (
+        raise ValueError(
             f"key and value must have one length (axis -2), got shapes {tuple(key.shape)} and "
             f"{tuple(value.shape)}"
         )
-        raise ValueError(message)
     if is_causal and query.shape[-2] != key.shape[-2]:
-        message = (
+        raise ValueError(
             f"under is_causal query and key must have equal length, got {query.shape[-2]} and "
             f"{key.shape[-2]}; {remedy}"
         )
-        raise ValueError(message)
 
 
 def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
@@ -219,26 +214,23 @@ def _policy(settings: _settings.Settings, query: Array, chunk_size: int | None =
 
 def _check_sees_no_later_keys(feature_map: FeatureMap, option: str) -> None:
     if option and not getattr(feature_map, "causal", True):
-        message = (
+        raise ValueError(
             f"{option} needs a feature map that has not seen the whole sequence, got "
             f"{feature_map!r}, fitted to it: its features would leak later keys"
         )
-        raise ValueError(message)
 
 
 def _check_decays(spec: MapSpec, feature_map: FeatureMap, sees: Visible) -> None:
     if sees.option not in ("", "is_causal"):
-        message = (
+        raise ValueError(
             f"log_decay must be None with {sees.option}: queries have no time of their own there; "
             f"use is_causal=True"
         )
-        raise ValueError(message)
     if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
-        message = (
+        raise ValueError(
             f"log_decay needs a feature map that reads the state unchanged, got {feature_map!r}, "
             f"which divides or corrects it first; use another map"
         )
-        raise ValueError(message)
 
 
 def _leading_axes(
@@ -362,13 +354,12 @@ def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
     with suppress(ValueError):
         if shapes == (lead, lead) or np.broadcast_shapes(lead, *shapes) == lead:
             return
-    message = (
+    raise ValueError(
         f"key and value must be one token, no length axis, with leading axes that broadcast to "
         f"those of the state, got key {shapes[0]}, value {shapes[1]} and state {lead}; for several "
         f"tokens use linear_attention with is_causal=True and initial_state, for several streams a "
         f"state with an axis for them"
     )
-    raise ValueError(message)
 
 
 # Softmax attention --------------------------------------------------------------------------------

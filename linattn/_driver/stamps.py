@@ -49,12 +49,11 @@ def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None
     came = known_integer(state.fingerprint)
     wanted = None if came is None else map_fingerprint(feature_map)
     if wanted is not None and came != wanted:
-        message = (
+        raise ValueError(
             f"{name} must be a state of feature_map, {feature_map!r} with the fingerprint "
             f"{wanted}, got one of another map, with the fingerprint {came}; use the map that "
             f"made the state"
         )
-        raise ValueError(message)
 
 
 def known_sequences(state: State) -> int | None:
@@ -77,26 +76,23 @@ def check_sequences(name: str, state: State, count: int | None, **arrays: Array)
     number, shape = known_sequences(state), tuple(state.kvz.shape)
     if count is not None:
         if len(shape) < 3 or shape[0] != count:
-            message = (
+            raise ValueError(
                 f"{name} must have a first axis of {count} beside cu_seqlens, one state for each "
                 f"sequence, got kvz of shape {shape}"
             )
-            raise ValueError(message)
         if number == 0:
-            message = (
+            raise ValueError(
                 f"{name} must be a state of {count} packed sequences beside cu_seqlens, got one "
                 f"that a call without cu_seqlens made, with kvz of shape {shape}; if its first "
                 f"axis is that of the sequences, give {name}._replace(num_sequences={count})"
             )
-            raise ValueError(message)
     elif number and max(array.ndim for array in arrays.values()) < len(shape):
         came = " and ".join(f"{n} {tuple(array.shape)}" for n, array in arrays.items())
-        message = (
+        raise ValueError(
             f"{name} of {number} packed sequences must be given with cu_seqlens, or with arrays "
             f"that have its first axis, of {number}, and all behind it, {shape[:-2]}, got {came}; "
             f"for one sequence give State({name}.kvz[i], {name}.log_scale[i], {name}.length)"
         )
-        raise ValueError(message)
 
 
 def stamped(

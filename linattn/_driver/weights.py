@@ -50,32 +50,28 @@ def _log_decay(
     query, key, _ = arrays
     decay = _checks.check_state_decay(options.log_decay, key, xp, dtype)
     if options.exact_clusters is not None and options.exact_window is None:
-        message = (
+        raise ValueError(
             f"exact_clusters needs exact_window under log_decay, got exact_clusters="
             f"{options.exact_clusters} alone: near keys, which decay least, must be exact too"
         )
-        raise ValueError(message)
     if options.window_bias is not None:
-        message = (
+        raise ValueError(
             "window_bias must be None with log_decay: both are weights of offsets; use one of the "
             "two, softmax_attention for any bias of offsets"
         )
-        raise ValueError(message)
     if not (sees.ahead and options.reads):
         return decay
     lengths = query.shape[-2], key.shape[-2]
     if lengths[0] != lengths[1]:
-        message = (
+        raise ValueError(
             f"under log_decay query and key must have equal length, got {lengths[0]} and "
             f"{lengths[1]}: they are one sequence, in which weights decay with distance"
         )
-        raise ValueError(message)
     if decay.shape[-2] != 1:
-        message = (
+        raise ValueError(
             f"log_decay must be a number or one a head in full attention, where it acts in both "
             f"directions, got shape {tuple(options.log_decay.shape)}, one a token; use is_causal"
         )
-        raise ValueError(message)
     return decay
 
 
@@ -104,8 +100,9 @@ def check_relative_bias(
     window_bias, far_bias = options.window_bias, options.far_bias
     if window_bias is None:
         if far_bias is not None:
-            message = "far_bias needs window_bias: it is the bias of the offsets beyond window_bias"
-            raise ValueError(message)
+            raise ValueError(
+                "far_bias needs window_bias: it is the bias of the offsets beyond window_bias"
+            )
         return None
     xp = _arrays.namespace(query)
     table = _checks.check_array("window_bias", window_bias)
@@ -113,11 +110,10 @@ def check_relative_bias(
     _checks.check_log_weights("window_bias", table)
     _check_lead("window_bias", tuple(table.shape[:-1]), lead)
     if table.shape[-1] % 2 == 0:
-        message = (
+        raise ValueError(
             f"window_bias must have a last axis of 2 r + 1, for offsets of keys from -r to r, got "
             f"{tuple(table.shape)}"
         )
-        raise ValueError(message)
     table = xp.astype(table, dtype, copy=False)
     ends = (table[..., :1], table[..., -1:])
     if far_bias is not None:
@@ -134,11 +130,10 @@ def check_relative_bias(
 def _far_ends(far_bias: Any, query: Array, lead: tuple[int, ...], dtype: Any) -> Any:
     """Check two biases, numbers or arrays of heads; each gets an axis for its one offset."""
     if not isinstance(far_bias, tuple | list) or len(far_bias) != 2:
-        message = (
+        raise TypeError(
             f"far_bias must be a pair (left, right), each a number or an array with one for each "
             f"head, got {far_bias!r}"
         )
-        raise TypeError(message)
     xp, ends = _arrays.namespace(query), []
     for i, end in enumerate(far_bias):
         name = f"far_bias[{i}]"
@@ -161,10 +156,9 @@ def _check_lead(name: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> Non
         n in (1, m) for n, m in zip(reversed(shape), reversed(lead), strict=False)
     )
     if not fits:
-        message = (
+        raise ValueError(
             f"leading axes of {name} must broadcast to those of the output, {lead}, got {shape}"
         )
-        raise ValueError(message)
 
 
 # Keys that are weighed exactly --------------------------------------------------------------------
@@ -202,11 +196,10 @@ def _checked_sinks(options: Options) -> int:
     """Check sinks of linear attention, whose state holds no single keys."""
     sinks = check_sinks(options.sinks, exact_window=options.exact_window)
     if sinks and options.initial_state is not None:
-        message = (
+        raise ValueError(
             f"sinks must be 0 with {options.state_name}, got {options.sinks}: a state has summed "
             f"up the first keys of its stream; merge_outputs adds them to attention over the others"
         )
-        raise ValueError(message)
     return sinks
 
 
@@ -214,47 +207,42 @@ def check_sinks(sinks: Any, **window: Any) -> int:
     """Check how many first keys are exact, or seen, beside a window of this name."""
     [(name, given)] = window.items()
     if hasattr(sinks, "shape") and sinks.shape:
-        message = (
+        raise TypeError(
             f"sinks must be an integer, how many keys from the first one all queries see exactly, "
             f"got an array of shape {tuple(sinks.shape)}; learned logits of sinks are added to the "
             f"log normalizer, see return_log_normalizer"
         )
-        raise TypeError(message)
     count = 0 if sinks is None else _checks.check_positive_int("sinks", sinks, least=0)
     if count and given is None:
-        message = (
+        raise ValueError(
             f"sinks must be 0 without {name}, got {sinks}: they are keys outside of a window that "
             f"are read like keys in it"
         )
-        raise ValueError(message)
     return count
 
 
 def check_reach(bias: RelativeBias | None, exact_window: int | None) -> None:
     """Check that a bias of offsets differs for near keys only."""
     if bias is not None and (exact_window is None or bias.reach > exact_window):
-        message = (
+        raise ValueError(
             f"window_bias must have 2 r + 1 numbers with r no larger than exact_window, for keys "
             f"further away have one bias a side, got r = {bias.reach} and "
             f"exact_window={exact_window}; for biases of all pairs use softmax_attention"
         )
-        raise ValueError(message)
 
 
 def _check_weights(name: str, feature_map: Any, query_spec: MapSpec) -> None:
     """Check that exact keys and others are of one kernel."""
     if not getattr(feature_map, "softmax_kernel", False):
-        message = (
+        raise ValueError(
             f"{name} needs a feature map of the softmax kernel exp(scale q.k), so that exact and "
             f"other keys are weighed alike, got {feature_map!r}"
         )
-        raise ValueError(message)
     if isinstance(query_spec, Corrected):
-        message = (
+        raise ValueError(
             f"{name} needs a feature map with weights that are not corrected as a whole, got "
             f"{feature_map!r}; fit it with corrected=False"
         )
-        raise ValueError(message)
 
 
 def _check_clusters(
@@ -263,20 +251,17 @@ def _check_clusters(
     query_spec, key_spec = map(innermost, specs)
     is_clustered = isinstance(key_spec, Assigned) and key_spec.landmarks is not None
     if not (is_clustered and isinstance(query_spec, Exponential)):
-        message = (
+        raise ValueError(
             f"exact_clusters needs a feature map that assigns keys to landmarks, such as "
             f"LandmarkFeatures.fit(query, key), got {feature_map!r}"
         )
-        raise ValueError(message)
     if options.initial_state is not None:
-        message = (
+        raise ValueError(
             f"{options.state_name} must be None under exact_clusters, got a state: the keys in it "
             f"are summed up, and cannot be weighed one by one"
         )
-        raise ValueError(message)
     if _arrays.is_lazy(query):
-        message = (
+        raise TypeError(
             f"exact_clusters needs arrays whose values can be inspected, to sort keys by cluster, "
             f"got {type(query).__name__}; convert query, key and value to NumPy's or torch's"
         )
-        raise TypeError(message)

@@ -36,8 +36,7 @@ def check_differentiable(spec: MapSpec, feature_map: object) -> None:
     else:
         missing = rules_of(spec).missing(spec)
     if missing:
-        message = f"feature_map has no gradient, got {feature_map!r}: {missing}"
-        raise NotImplementedError(message)
+        raise NotImplementedError(f"feature_map has no gradient, got {feature_map!r}: {missing}")
 
 
 def features_vjp(spec: Spec, tokens: Tokens, cotangent: Features) -> Array:

@@ -273,8 +273,7 @@ def rules_of(spec: Spec) -> SpecRules:
         if cls in SPECS:
             return SPECS[cls]
     wanted = ", ".join(cls.__name__ for cls in SPECS)
-    message = f"a spec must be one of {wanted}, got {type(spec).__name__}"
-    raise TypeError(message)
+    raise TypeError(f"a spec must be one of {wanted}, got {type(spec).__name__}")
 
 
 def spec_axes(spec: MapSpec) -> dict[str, int]:

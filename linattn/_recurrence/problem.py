@@ -56,14 +56,12 @@ def recurrence_problem(
     query, key, value = tokens
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
     if query.shape[-2:] != key.shape[-2:] or key.shape[-2] != value.shape[-2]:
-        message = (
+        raise ValueError(
             f"query, key and value must have one length, and query and key one dim, got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-        raise ValueError(message)
     if update_rule not in RULES:
-        message = f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}"
-        raise ValueError(message)
+        raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}")
     _check_given("log_decay", log_decay, update_rule, GATED_RULES)
     _check_given("beta", beta, update_rule, DELTA_RULES)
     (length, dim), value_dim = key.shape[-2:], value.shape[-1]
@@ -101,30 +99,28 @@ def _check_given(name: str, array: Any, update_rule: str, rules: tuple[str, ...]
     if (array is not None) != (update_rule in rules):
         wanted = "given" if array is None else "None"
         came = "None" if array is None else "an array"
-        message = f"{name} must be {wanted} for update_rule={update_rule!r}, got {came}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be {wanted} for update_rule={update_rule!r}, got {came}")
 
 
 def _check_packed_state(state: Array, count: int) -> None:
     if state.ndim < 3 or state.shape[0] != count:
-        message = (
+        raise ValueError(
             f"initial_state must have an axis of {count} in front, one for each sequence of "
             f"cu_seqlens, got shape {tuple(state.shape)}"
         )
-        raise ValueError(message)
 
 
 def _check_state(name: str, state: Any, shape: tuple[int, int], dtype: Any, like: Array) -> Array:
     """Check a state of a recurrence, ``(..., d, e)`` in the accumulation dtype."""
     state = _checks.check_like_key(name, state, like)
     if state.ndim < 2 or tuple(state.shape[-2:]) != shape:
-        message = f"{name} must have shape (..., {shape[0]}, {shape[1]}), got {tuple(state.shape)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must have shape (..., {shape[0]}, {shape[1]}), got {tuple(state.shape)}"
+        )
     if state.dtype != dtype:
-        message = (
+        raise ValueError(
             f"{name} must have the accumulation dtype {getattr(dtype, '__name__', dtype)}, got "
             f"{state.dtype}; a state is float64 for float64 inputs and float32 for all narrower "
             f"ones"
         )
-        raise ValueError(message)
     return state

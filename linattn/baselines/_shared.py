@@ -70,20 +70,16 @@ def prepare(
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if query.shape[-1] != key.shape[-1]:
-        message = f"query and key must have one dim (last axis), got {shapes}"
-        raise ValueError(message)
+        raise ValueError(f"query and key must have one dim (last axis), got {shapes}")
     if key.shape[-2] != value.shape[-2]:
-        message = f"key and value must have one length (axis -2), got {shapes}"
-        raise ValueError(message)
+        raise ValueError(f"key and value must have one length (axis -2), got {shapes}")
     if not query.shape[-2] or not key.shape[-2]:
-        message = f"query and key must have at least one token, got {shapes}"
-        raise ValueError(message)
+        raise ValueError(f"query and key must have at least one token, got {shapes}")
     if aligned and query.shape[-2] != key.shape[-2]:
-        message = (
+        raise ValueError(
             f"query and key must have one length, got {shapes}; this attention is defined by "
             f"positions, which queries and keys share"
         )
-        raise ValueError(message)
     lead = _checks.check_leading_axes(
         query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]), value=tuple(value.shape[:-2])
     )
@@ -91,8 +87,7 @@ def prepare(
         scale = 1 / math.sqrt(query.shape[-1])
     factor = _checks.check_finite_number("scale", scale, positive=True)
     if 0 in lead:
-        message = f"query, key and value must have at least one head, got {shapes}"
-        raise ValueError(message)
+        raise ValueError(f"query, key and value must have at least one head, got {shapes}")
     dtype = _arrays.accumulation_dtype(xp, query.dtype, None)
     q, k, v = (
         xp.broadcast_to(xp.astype(a, dtype, copy=False), (*lead, *a.shape[-2:]))
@@ -104,15 +99,15 @@ def prepare(
 def full_only(name: str, is_causal: Any, why: str) -> None:
     """Reject causal use of an attention that sees the whole sequence."""
     if _checks.check_flag("is_causal", is_causal):
-        message = f"{name} is for full attention: {why}; is_causal must be False, got True"
-        raise ValueError(message)
+        raise ValueError(f"{name} is for full attention: {why}; is_causal must be False, got True")
 
 
 def causal_only(name: str, is_causal: Any) -> None:
     """Reject full use of an attention that was published as a causal one."""
     if not _checks.check_flag("is_causal", is_causal):
-        message = f"{name} was published for causal attention: is_causal must be True, got False"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} was published for causal attention: is_causal must be True, got False"
+        )
 
 
 def check_matrix(name: str, array: Any, like: Array, shape: tuple[int, ...]) -> Array:
@@ -120,8 +115,7 @@ def check_matrix(name: str, array: Any, like: Array, shape: tuple[int, ...]) -> 
     array = _checks.check_like_key(name, array, like)
     lead, last = tuple(array.shape[: -len(shape)]), tuple(array.shape[-len(shape) :])
     if last != shape:
-        message = f"{name} must have last axes {shape}, got shape {tuple(array.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must have last axes {shape}, got shape {tuple(array.shape)}")
     _checks.check_leading_axes(**{name: lead, "inputs": tuple(like.shape[:-2])})
     xp = _arrays.namespace(array)
     dtype = _arrays.accumulation_dtype(xp, like.dtype, None)

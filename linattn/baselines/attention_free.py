@@ -179,11 +179,10 @@ def aft_simple(query: ArrayT, key: Array, value: Array, *, is_causal: bool = Fal
 def _channels(query: Any, key: Any, value: Any) -> _shared.Inputs:
     inputs = _shared.prepare(query, key, value, 1.0)
     if query.shape[-1] != value.shape[-1]:
-        message = (
+        raise ValueError(
             f"query, key and value must have one dim, got query {tuple(query.shape)} and value "
             f"{tuple(value.shape)}: weights and gates belong to the channels of values"
         )
-        raise ValueError(message)
     return inputs
 
 
@@ -191,8 +190,7 @@ def _gated(like: ArrayT, inputs: _shared.Inputs, bias: Array, is_causal: Any) ->
     xp, query, key, value, *_ = inputs
     if _checks.check_flag("is_causal", is_causal):
         if inputs.lengths[0] != inputs.lengths[1]:
-            message = f"is_causal needs query and key of one length, got {inputs.lengths}"
-            raise ValueError(message)
+            raise ValueError(f"is_causal needs query and key of one length, got {inputs.lengths}")
         bias = _shared.hide_later(bias, xp)
     key, value = (xp.matrix_transpose(x)[..., None, :, :] for x in (key, value))
     rows = max(1, _shared.MAX_GATHERED // math.prod(key.shape))

@@ -89,11 +89,9 @@ def linformer(
     xp, S = inputs.xp, inputs.lengths[1]
     if isinstance(projection, str):
         if projection not in ("mean", "random"):
-            message = f"projection must be an array, 'mean' or 'random', got {projection!r}"
-            raise ValueError(message)
+            raise ValueError(f"projection must be an array, 'mean' or 'random', got {projection!r}")
         if num_landmarks is None:
-            message = f"num_landmarks must be given with projection={projection!r}, got None"
-            raise TypeError(message)
+            raise TypeError(f"num_landmarks must be given with projection={projection!r}, got None")
         count = _checks.check_positive_int("num_landmarks", num_landmarks, most=S)
         if projection == "mean":
             means = _shared.segment_means(S, count)
@@ -104,8 +102,7 @@ def linformer(
         rows = getattr(projection, "shape", ())[-2:-1]
         E = _shared.check_matrix("projection", projection, inputs.key, (*(rows or (1,)), S))
         if not E.shape[-2]:
-            message = f"projection must have at least one row, got shape {tuple(E.shape)}"
-            raise ValueError(message)
+            raise ValueError(f"projection must have at least one row, got shape {tuple(E.shape)}")
     F = E
     if value_projection is not None:
         shape = (E.shape[-2], S)

@@ -163,6 +163,5 @@ def external(
 def _multiple(name: str, number: int, of: int, *, least: int) -> int:
     checked = _checks.check_positive_int(name, number, least=least)
     if checked % of:
-        message = f"{name} must be a multiple of {of}, got {checked}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be a multiple of {of}, got {checked}")
     return checked

@@ -90,8 +90,9 @@ def reformer(
     is_shared = key is None
     b = _checks.check_positive_int("num_buckets", num_buckets, least=2)
     if b % 2:
-        message = f"num_buckets must be even, got {b}: buckets come in pairs of opposite signs"
-        raise ValueError(message)
+        raise ValueError(
+            f"num_buckets must be even, got {b}: buckets come in pairs of opposite signs"
+        )
     rounds = _checks.check_positive_int("num_rounds", num_rounds)
     inputs = _shared.prepare(query, query if key is None else key, value, scale, aligned=True)
     if is_shared:

@@ -149,11 +149,10 @@ def factorized_dense_synthesizer(
     dim, S = x.shape[-1], v.shape[-2]
     a, b = ((getattr(W, "shape", ())[-2:-1] or (1,))[0] for W in (first_weight, second_weight))
     if a * b != S:
-        message = (
+        raise ValueError(
             f"first_weight and second_weight must have numbers of rows whose product is the length "
             f"of value, {S}, got {a} and {b}"
         )
-        raise ValueError(message)
     first = _shared.check_matrix("first_weight", first_weight, query, (a, dim))
     second = _shared.check_matrix("second_weight", second_weight, query, (b, dim))
     A, B = (xp.matmul(x, xp.matrix_transpose(W)) for W in (first, second))
@@ -276,8 +275,7 @@ def _prepare(value: Any, query: Any = None) -> _Inputs:
         **{n: tuple(a.shape[:-2]) for n, a in zip(named, arrays, strict=True)}
     )
     if not arrays[-1].shape[-2]:
-        message = f"value must have at least one token, got shape {tuple(value.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"value must have at least one token, got shape {tuple(value.shape)}")
     dtype = _arrays.accumulation_dtype(xp, value.dtype, None)
     arrays = [xp.astype(a, dtype, copy=False) for a in arrays]
     return _Inputs(xp, arrays[0], arrays[-1])
@@ -288,10 +286,9 @@ def _mixed(like: ArrayT, inputs: _Inputs, logits: Array, is_causal: Any) -> Arra
     xp = inputs.xp
     if _checks.check_flag("is_causal", is_causal):
         if logits.shape[-2] != logits.shape[-1]:
-            message = (
+            raise ValueError(
                 f"is_causal needs as many rows as values, got logits of shape {tuple(logits.shape)}"
             )
-            raise ValueError(message)
         logits = _shared.hide_later(logits, xp)
     output = xp.matmul(_shared.softmax(logits, xp), inputs.value)
     return cast("ArrayT", xp.astype(output, cast("Any", like).dtype, copy=False))

@@ -203,8 +203,7 @@ def compare(
             names = settings.words("--maps", maps, "name") if maps else ()
             chosen = methods.select(names)
         except ValueError as error:
-            message = f"--maps: {error}"
-            raise CommandError(message) from None
+            raise CommandError(f"--maps: {error}") from None
         counts = settings.integers(
             "--num-features",
             num_features or settings.NUM_FEATURES,
@@ -212,8 +211,7 @@ def compare(
             maximum=settings.MAX_FEATURES,
         )
         if files and input_file is not None:
-            message = f"--input {input_file}: not with FILES, which are inputs too"
-            raise CommandError(message)
+            raise CommandError(f"--input {input_file}: not with FILES, which are inputs too")
         _compare(
             settings.Settings(
                 files=tuple(files or ([] if input_file is None else [input_file])),

@@ -79,20 +79,15 @@ class Settings:
             number = getattr(self, name)
             if number is not None and number < minimum:
                 option = f"--{name.replace('_', '-')}"
-                message = f"{option}: want a whole number >= {minimum}, got {number}"
-                raise CommandError(message)
+                raise CommandError(f"{option}: want a whole number >= {minimum}, got {number}")
         if not self.tolerance > 0:
-            message = f"--tolerance: want a number > 0, got {self.tolerance}"
-            raise CommandError(message)
+            raise CommandError(f"--tolerance: want a number > 0, got {self.tolerance}")
         if self.check is not None and self.start_state is not None:
-            message = "--check: not with --start-state, whose keys are not in the files"
-            raise CommandError(message)
+            raise CommandError("--check: not with --start-state, whose keys are not in the files")
         if self.workers is not None and self.scheduler is not None:
-            message = "--workers: not with --scheduler, which has workers of its own"
-            raise CommandError(message)
+            raise CommandError("--workers: not with --scheduler, which has workers of its own")
         if self.on_cluster and self.window is not None:
-            message = "--window: not on a cluster, where blocks do not see each other"
-            raise CommandError(message)
+            raise CommandError("--window: not on a cluster, where blocks do not see each other")
 
     @property
     def on_cluster(self) -> bool:
@@ -232,8 +227,7 @@ def _check_exact(settings: Settings) -> None:
     """Check that no option is given that exact attention has no use for."""
     for name in ("num_features", "window", "start_state", "save_state", "workers", "scheduler"):
         if getattr(settings, name) is not None:
-            message = f"--{name.replace('_', '-')}: not with --map exact"
-            raise CommandError(message)
+            raise CommandError(f"--{name.replace('_', '-')}: not with --map exact")
 
 
 def _check_finite(inputs: Inputs) -> None:
@@ -257,8 +251,9 @@ def _check_finite(inputs: Inputs) -> None:
                 numbers = np.asarray(array[index])
                 column = int(np.argmin(np.isfinite(numbers)))
                 where = [*index, column]
-                message = f"{name} must be finite, got {numbers[column]} at {where}; {remedy}"
-                raise ValueError(message)
+                raise ValueError(
+                    f"{name} must be finite, got {numbers[column]} at {where}; {remedy}"
+                )
         release_pages(array)
 
 
@@ -269,8 +264,7 @@ def _check_own_file(option: str, path: Path, taken: Iterable[Path | None]) -> No
             continue
         is_one = path.resolve() == other.resolve()
         if is_one or (path.exists() and other.exists() and path.samefile(other)):
-            message = f"{option} {path}: is the file of {other} too; name another"
-            raise CommandError(message)
+            raise CommandError(f"{option} {path}: is the file of {other} too; name another")
 
 
 def _solve(
@@ -295,14 +289,12 @@ def _solve(
     except Exception as error:
         broke_off = begun or (isinstance(error, OSError) and not out.begins)
         if broke_off and not isinstance(error, _files.StateFileError):
-            message = f"{_said(error)}; go on with: {settings.command()}"
-            raise RunError(message) from None
+            raise RunError(f"{_said(error)}; go on with: {settings.command()}") from None
         if out.begins:
             out.discard()
         raise CommandError(_with_files(settings, _said(error))) from None
     except KeyboardInterrupt:
-        message = f"interrupted; go on with: {settings.command()}"
-        raise KeyboardInterrupt(message) from None
+        raise KeyboardInterrupt(f"interrupted; go on with: {settings.command()}") from None
     if caught:
         warn(str(caught[0].message))
 
@@ -358,8 +350,9 @@ def _feature_map(settings: Settings, inputs: Inputs) -> Any:
     try:
         return found(np.random.default_rng(settings.seed))
     except Exception as error:
-        message = f"--map {settings.map}: it raised {type(error).__name__}: {error}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"--map {settings.map}: it raised {type(error).__name__}: {error}"
+        ) from None
 
 
 def _sample(array: Any) -> NDArray[Any]:

@@ -192,8 +192,7 @@ def _computed(after: State, *along: Any) -> State:
     except (OSError, MemoryError):
         raise
     except Exception as error:  # what a cluster raises is no class of one kind
-        message = f"the cluster failed: {type(error).__name__}: {reason(error)}"
-        raise OSError(message) from None
+        raise OSError(f"the cluster failed: {type(error).__name__}: {reason(error)}") from None
     return after._replace(kvz=kvz, log_scale=log_scale, log_decay=decay)
 
 
@@ -209,8 +208,9 @@ def connected(workers: int | None, scheduler: str | None) -> Iterator[None]:
     try:
         distributed = importlib.import_module("distributed")
     except ImportError:
-        message = f"--workers and --scheduler need dask.distributed: {remedy('dask')}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"--workers and --scheduler need dask.distributed: {remedy('dask')}"
+        ) from None
     # What goes wrong is said in one line.
     for name in ("distributed", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -231,12 +231,10 @@ def connected(workers: int | None, scheduler: str | None) -> Iterator[None]:
         what = f"--workers {workers}: they do not start"
         if scheduler is not None:
             what = f"--scheduler {scheduler}: no scheduler answers there"
-        message = f"{what}: {reason(error)}"
-        raise CommandError(message) from None
+        raise CommandError(f"{what}: {reason(error)}") from None
     try:
         if not client.scheduler_info()["workers"]:
-            message = f"--scheduler {scheduler}: it has no workers"
-            raise CommandError(message)
+            raise CommandError(f"--scheduler {scheduler}: it has no workers")
         yield
     finally:
         client.close()

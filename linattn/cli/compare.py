@@ -208,8 +208,9 @@ def exact_output(inputs: Inputs, *, is_causal: bool) -> Float64:
             query, key, value, is_causal=is_causal, key_bias=bias
         )
     if not np.isfinite(output).all():
-        message = f"{inputs.source}: exact softmax attention overflows: the numbers are too large"
-        raise CommandError(message)
+        raise CommandError(
+            f"{inputs.source}: exact softmax attention overflows: the numbers are too large"
+        )
     return output
 
 
@@ -274,8 +275,7 @@ def check(cases: Iterable[Case], inputs: Inputs) -> None:
             try:
                 prepare(case, first_token, seed=0)
             except ValueError as error:
-                message = f"--num-features: {case.label}: {error}"
-                raise CommandError(message) from None
+                raise CommandError(f"--num-features: {case.label}: {error}") from None
 
 
 def measure(

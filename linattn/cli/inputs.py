@@ -130,17 +130,16 @@ def load(*paths: Path) -> Inputs:
     key_bias = _checked_bias(path, found[BIAS], key) if BIAS in found else None
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[-1] != key.shape[-1]:
-        message = f"{path}: want query and key of one dim (last axis), got {shapes}"
-        raise CommandError(message)
+        raise CommandError(f"{path}: want query and key of one dim (last axis), got {shapes}")
     if key.shape[-2] != value.shape[-2]:
-        message = f"{path}: want key and value of one length (second last axis), got {shapes}"
-        raise CommandError(message)
+        raise CommandError(
+            f"{path}: want key and value of one length (second last axis), got {shapes}"
+        )
     try:
         of_bias = () if key_bias is None else key_bias.shape[:-1]
         batch = np.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2], of_bias)
     except ValueError:
-        message = f"{path}: want leading axes that broadcast, got {shapes}"
-        raise CommandError(message) from None
+        raise CommandError(f"{path}: want leading axes that broadcast, got {shapes}") from None
     question = _question(query.shape)
     dtype = np.result_type(query, key, value, np.float32)
     query, key, value = (
@@ -166,11 +165,10 @@ def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool)
     heads, query_length, _ = inputs.query.shape
     key_length = inputs.key.shape[1]
     if is_causal and query_length != key_length:
-        message = (
+        raise CommandError(
             f"--causal: want query and key of one length, got {query_length} and {key_length} "
             f"in {inputs.source}"
         )
-        raise CommandError(message)
     left_out = []
     chosen: slice | npt.NDArray[np.intp] = slice(None)
     if heads > max_heads:
@@ -247,8 +245,7 @@ def _read(path: Path) -> dict[str, npt.NDArray[np.generic]]:
         with path.open("rb") as stream:
             return _arrays(path, stream)
     except OSError as error:
-        message = f"{path}: cannot be read: {error.strerror or error}"
-        raise CommandError(message) from None
+        raise CommandError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
@@ -258,20 +255,19 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
         stream.seek(0)
         is_zip = stream.read(2) == b"PK"
         found = "one that is cut off or damaged" if is_zip else "something else"
-        message = f"{path}: want an .npz file of NumPy arrays (numpy.savez), got {found}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"{path}: want an .npz file of NumPy arrays (numpy.savez), got {found}"
+        ) from None
     if not isinstance(archive, np.lib.npyio.NpzFile):
-        message = (
+        raise CommandError(
             f"{path}: want an .npz file with {', '.join(NAMES)}, or three .npy files, got a single "
             f".npy array"
         )
-        raise CommandError(message)
     missing = [name for name in NAMES if name not in archive.files]
     if missing:
         found = ", ".join(archive.files) or "nothing"
         wanted = f"{', '.join(NAMES)}; missing: {', '.join(missing)}"
-        message = f"{path}: want arrays {wanted}; found: {found}"
-        raise CommandError(message)
+        raise CommandError(f"{path}: want arrays {wanted}; found: {found}")
     arrays = {}
     for name in (*NAMES, *({BIAS} & set(archive.files))):
         try:
@@ -279,41 +275,38 @@ def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
         except MemoryError:
             raise
         except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
-            message = f"{path}: {name} cannot be read: {reason(error)}"
-            raise CommandError(message) from None
+            raise CommandError(f"{path}: {name} cannot be read: {reason(error)}") from None
     return arrays
 
 
 def _checked_bias(path: str, array: npt.NDArray[np.generic], key: FloatArray) -> FloatArray:
     """Check log weights of keys: one for each, -inf for a key that is left out."""
     if array.ndim == 0 or array.shape[-1] != key.shape[-2]:
-        message = (
+        raise CommandError(
             f"{path}: {BIAS}: want shape (..., length) with the length of key, got {array.shape} "
             f"and key {key.shape}"
         )
-        raise CommandError(message)
     hidden = np.equal(array, -np.inf)
     if np.all(hidden, axis=-1).any():
-        message = f"{path}: {BIAS}: want a key that is not left out in each head, got -inf for all"
-        raise CommandError(message)
+        raise CommandError(
+            f"{path}: {BIAS}: want a key that is not left out in each head, got -inf for all"
+        )
     finite = _checked(path, BIAS, np.atleast_2d(np.where(hidden, array.dtype.type(0), array)))
     return np.where(hidden, finite.dtype.type(-np.inf), finite.reshape(array.shape))
 
 
 def _checked(path: str, name: str, array: npt.NDArray[np.generic]) -> FloatArray:
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        message = f"{path}: {name}: want float16, float32 or float64, got {array.dtype}"
-        raise CommandError(message)
+        raise CommandError(f"{path}: {name}: want float16, float32 or float64, got {array.dtype}")
     if array.ndim < 2:
-        message = f"{path}: {name}: want shape (..., length, dim), got {array.shape}"
-        raise CommandError(message)
+        raise CommandError(f"{path}: {name}: want shape (..., length, dim), got {array.shape}")
     if array.size == 0:
-        message = (
+        raise CommandError(
             f"{path}: {name}: want at least one head, one token and one dim, got {array.shape}"
         )
-        raise CommandError(message)
     bad = int(np.count_nonzero(~np.isfinite(array)))
     if bad:
-        message = f"{path}: {name}: want finite numbers, got {bad} NaN or infinite of {array.size}"
-        raise CommandError(message)
+        raise CommandError(
+            f"{path}: {name}: want finite numbers, got {bad} NaN or infinite of {array.size}"
+        )
     return array.astype(array.dtype.newbyteorder("="), copy=False)

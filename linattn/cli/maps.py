@@ -62,8 +62,7 @@ class Choice:
     def __post_init__(self) -> None:
         """Check what the options' types do not say."""
         if self.seed < 0:
-            message = f"--seed: want a whole number >= 0, got {self.seed}"
-            raise CommandError(message)
+            raise CommandError(f"--seed: want a whole number >= 0, got {self.seed}")
 
 
 def is_map(found: Any) -> bool:
@@ -105,10 +104,9 @@ def find_map(target: str, choice: Choice, *, show_traceback: bool = False) -> An
     found = _user_object(target, show_traceback) if ":" in target else _shipped_map(target, choice)
     if inspect.isclass(found) or not (callable(found) or is_map(found)):
         kind = "a class" if inspect.isclass(found) else f"of type {type(found).__name__}"
-        message = (
+        raise CommandError(
             f"{target}: want a feature map, or a function factory(rng) that makes one; is {kind}"
         )
-        raise CommandError(message)
     return found
 
 
@@ -119,18 +117,16 @@ def _shipped_map(name: str, choice: Choice) -> Any:
     except ValueError as error:
         needs_more = name in feature_maps.__all__
         got = f"{name}, which needs more than these options" if needs_more else error
-        message = (
+        raise CommandError(
             f"want one of {', '.join(known)}, or module:object for a map of your own, got {got}"
-        )
-        raise CommandError(message) from None
+        ) from None
     make: Any = _maker(getattr(feature_maps, name))
     parameters = inspect.signature(make).parameters
     given: dict[str, Any] = {"dim": choice.dim, "num_features": choice.num_features}
     given |= {"sampler": choice.sampler, "rng": choice.seed}
     for option in ("num_features", "sampler"):
         if given[option] is not None and option not in parameters:
-            message = f"--{option.replace('_', '-')}: {name} has no such parameter"
-            raise CommandError(message)
+            raise CommandError(f"--{option.replace('_', '-')}: {name} has no such parameter")
     if "query" in parameters:
         given |= (choice.sample or partial(_noise, choice))()
     arguments = {
@@ -139,8 +135,7 @@ def _shipped_map(name: str, choice: Choice) -> Any:
     try:
         return make(**arguments)
     except (ImportError, TypeError, ValueError) as error:
-        message = f"{name} cannot be made from these options: {error}"
-        raise CommandError(message) from None
+        raise CommandError(f"{name} cannot be made from these options: {error}") from None
 
 
 def _noise(choice: Choice) -> dict[str, Any]:
@@ -151,8 +146,7 @@ def _noise(choice: Choice) -> dict[str, Any]:
 def _user_object(target: str, show_traceback: bool) -> Any:
     module_name, _, path = target.partition(":")
     if not module_name or not path:
-        message = f"want module:object, got {target}"
-        raise CommandError(message)
+        raise CommandError(f"want module:object, got {target}")
     here = str(Path.cwd())
     if here not in sys.path:
         # Last: a file here must not take the place of what the command itself imports.
@@ -162,11 +156,11 @@ def _user_object(target: str, show_traceback: bool) -> Any:
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         if show_traceback:
             traceback.print_exception(error)
-        message = f"{target}: importing {module_name} fails: {type(error).__name__}: {error}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"{target}: importing {module_name} fails: {type(error).__name__}: {error}"
+        ) from None
     for name in path.split("."):
         if not hasattr(found, name):
-            message = f"{target}: {name} is not in {getattr(found, '__name__', found)}"
-            raise CommandError(message)
+            raise CommandError(f"{target}: {name} is not in {getattr(found, '__name__', found)}")
         found = getattr(found, name)
     return found

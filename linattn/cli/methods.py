@@ -306,8 +306,7 @@ def select(names: tuple[str, ...], *, with_published: bool = False) -> tuple[Met
         except ValueError as error:
             unknown.append(str(error))
     if unknown:
-        message = f"want names out of {', '.join(known)}, got {', '.join(unknown)}"
-        raise ValueError(message)
+        raise ValueError(f"want names out of {', '.join(known)}, got {', '.join(unknown)}")
     return (
         *(method for method in METHODS if not names or method.name in wanted),
         *(method for method in PUBLISHED if with_published or method.name in wanted),

@@ -40,8 +40,9 @@ def prepare_folder(folder: Path, names: Iterable[str]) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        message = f"--out {folder}: cannot be written to: {error.strerror or error}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"--out {folder}: cannot be written to: {error.strerror or error}"
+        ) from None
     for name in names:
         with _named_error(folder / name):
             _files.check_target(folder / name)
@@ -60,8 +61,9 @@ def check_file(option: str, path: Path) -> None:
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        message = f"{option} {path}: cannot be written: {error.strerror or error}"
-        raise CommandError(message) from None
+        raise CommandError(
+            f"{option} {path}: cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def write(path: Path, content: bytes) -> None:
@@ -81,8 +83,7 @@ def _named_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{path}: cannot be written: {error.strerror or error}"
-        raise CommandError(message) from None
+        raise CommandError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def _finite(record: Any) -> Any:

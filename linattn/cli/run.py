@@ -144,16 +144,14 @@ def _cases(settings: Settings, given: Inputs) -> list[Case]:
         if not obstacle:
             fitting.append(method)
         elif method.name in set(settings.maps) - by_default:
-            message = f"--maps: {method.name} {obstacle}"
-            raise CommandError(message)
+            raise CommandError(f"--maps: {method.name} {obstacle}")
     found = list(cases(fitting, settings.num_features, inputs))
     if all(case.method in REFERENCES for case in found):
         most = max(method.max_features(inputs.key.shape[-2]) for method in fitting)
-        message = (
+        raise CommandError(
             f"--num-features: want at most {most} for {', '.join(m.name for m in fitting)} on "
             f"{count(inputs.key.shape[-2], 'key')}, got {settings.num_features[0]} or more"
         )
-        raise CommandError(message)
     return found
 
 
@@ -197,11 +195,11 @@ def run(settings: Settings, given: Inputs, notify: Callable[[str], None]) -> Res
     maps = [row for row in rows if row.kind != "reference"]
     if not maps:
         told = "; ".join(f"{label}: {reason}" for label, reason in late)
-        message = f"{inputs.source}: nothing could be measured; {told}"
-        raise CommandError(message)
+        raise CommandError(f"{inputs.source}: nothing could be measured; {told}")
     if all(row.failure for row in maps):
-        message = f"{inputs.source}: every map fails; {maps[0].full_label}: {maps[0].failure}"
-        raise CommandError(message)
+        raise CommandError(
+            f"{inputs.source}: every map fails; {maps[0].full_label}: {maps[0].failure}"
+        )
 
     notify("norms of attended pairs")
     seen = None if inputs.key_bias is None else inputs.key_bias > -np.inf

@@ -71,19 +71,16 @@ class Settings:
     def __post_init__(self) -> None:
         """Check what the options' types do not say."""
         if self.seed < 0:
-            message = f"--seed: want a whole number >= 0, got {self.seed}"
-            raise CommandError(message)
+            raise CommandError(f"--seed: want a whole number >= 0, got {self.seed}")
         if not (math.isfinite(self.time_budget) and self.time_budget >= 0):
-            message = f"--time-budget: want seconds >= 0, got {self.time_budget}"
-            raise CommandError(message)
+            raise CommandError(f"--time-budget: want seconds >= 0, got {self.time_budget}")
         for option, number in (
             ("--draws", self.draws),
             ("--max-tokens", self.max_tokens),
             ("--max-heads", self.max_heads),
         ):
             if number < 1:
-                message = f"{option}: want a whole number >= 1, got {number}"
-                raise CommandError(message)
+                raise CommandError(f"{option}: want a whole number >= 1, got {number}")
 
     def command(self) -> str:
         """Return the command line that repeats this run, every option spelled out."""
@@ -108,11 +105,11 @@ def words(option: str, texts: Sequence[str], kind: str) -> tuple[str, ...]:
     """
     found = tuple(word.strip() for text in texts for word in text.split(","))
     if not any(found):
-        message = f"{option}: want at least one {kind}, got none"
-        raise CommandError(message)
+        raise CommandError(f"{option}: want at least one {kind}, got none")
     if not all(found):
-        message = f"{option}: want a {kind} between any two commas, got {','.join(texts)!r}"
-        raise CommandError(message)
+        raise CommandError(
+            f"{option}: want a {kind} between any two commas, got {','.join(texts)!r}"
+        )
     return found
 
 
@@ -140,7 +137,8 @@ def integers(option: str, texts: Sequence[str], *, minimum: int, maximum: int) -
         except ValueError:
             number = minimum - 1
         if not minimum <= number <= maximum:
-            message = f"{option}: want whole numbers from {minimum} to {maximum}, got {word!r}"
-            raise CommandError(message)
+            raise CommandError(
+                f"{option}: want whole numbers from {minimum} to {maximum}, got {word!r}"
+            )
         numbers.add(number)
     return tuple(sorted(numbers))

@@ -40,19 +40,17 @@ def open_inputs(paths: Sequence[Path]) -> list[Any]:
         return [open_array(path) for path in paths]
     path = paths[0]
     if len(paths) != 1 or path.suffix not in (".npz", ".zarr"):
-        message = (
+        raise CommandError(
             f"want three .npy files, or one .npz file or .zarr store with {', '.join(NAMES)}, got "
             f"{' '.join(map(str, paths))}"
         )
-        raise CommandError(message)
     if path.suffix == ".npz":
         return [_named(path, partial(_member, path, name)) for name in NAMES]
     group = _named(path, lambda: _zarr().open_group(path, mode="r"))
     missing = [name for name in NAMES if name not in group]
     if missing:
         found = ", ".join(sorted(group.array_keys())) or "nothing"
-        message = f"{path}: missing: {', '.join(missing)}; found: {found}"
-        raise CommandError(message)
+        raise CommandError(f"{path}: missing: {', '.join(missing)}; found: {found}")
     return [group[name] for name in NAMES]
 
 
@@ -65,8 +63,7 @@ def open_array(path: Path, mode: Any = "r") -> Any:
         It cannot be mapped.
     """
     if path.suffix != ".npy":
-        message = f"{path}: want an .npy file (numpy.save)"
-        raise CommandError(message)
+        raise CommandError(f"{path}: want an .npy file (numpy.save)")
     return _named(path, lambda: np.load(path, mmap_mode=mode, allow_pickle=False))
 
 
@@ -74,13 +71,11 @@ def _named(path: Path, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except OSError as error:
-        message = f"{path}: cannot be opened: {error.strerror or error}"
-        raise CommandError(message) from None
+        raise CommandError(f"{path}: cannot be opened: {error.strerror or error}") from None
     except CommandError:
         raise
     except Exception as error:  # damaged files make the parsers raise nearly anything
-        message = f"{path}: cut off, damaged or something else: {reason(error)}"
-        raise CommandError(message) from None
+        raise CommandError(f"{path}: cut off, damaged or something else: {reason(error)}") from None
 
 
 def _member(path: Path, name: str) -> Any:
@@ -90,14 +85,12 @@ def _member(path: Path, name: str) -> Any:
             found = {Path(info.filename).stem: info for info in archive.infolist()}
         info = found.get(name)
         if info is None:
-            message = f"{path}: missing: {name}; found: {', '.join(found) or 'nothing'}"
-            raise CommandError(message)
+            raise CommandError(f"{path}: missing: {name}; found: {', '.join(found) or 'nothing'}")
         if info.compress_type != zipfile.ZIP_STORED:
-            message = (
+            raise CommandError(
                 f"{path}: {name} is compressed, and cannot be read in parts; save it with "
                 f"numpy.savez or numpy.save"
             )
-            raise CommandError(message)
         # The local header: 30 bytes, of which the last four are lengths of what follows it.
         file.seek(info.header_offset + 26)
         lengths = np.frombuffer(file.read(4), "<u2")
@@ -119,8 +112,7 @@ def _zarr() -> Any:
     try:
         return importlib.import_module("zarr")
     except ImportError:
-        message = f"a .zarr store needs zarr: {remedy('dask')}"
-        raise CommandError(message) from None
+        raise CommandError(f"a .zarr store needs zarr: {remedy('dask')}") from None
 
 
 class Output:
@@ -128,8 +120,7 @@ class Output:
 
     def __init__(self, path: Path) -> None:
         if path.suffix not in (".npy", ".zarr"):
-            message = f"--out {path}: want a name that ends in .npy or .zarr"
-            raise CommandError(message)
+            raise CommandError(f"--out {path}: want a name that ends in .npy or .zarr")
         self.path = path
         self.is_zarr = path.suffix == ".zarr"
         self.checkpoint = path.with_name(f"{path.name}.checkpoint")
@@ -146,16 +137,15 @@ class Output:
         """
         exists, saved = self._exists(), os.path.lexists(self.checkpoint)
         if saved and not resume:
-            message = (
+            raise CommandError(
                 f"{self.checkpoint} is there, of a run that broke off: --resume goes on with it"
             )
-            raise CommandError(message)
         if exists and not saved:
-            message = f"--out {self.path}: is there already; remove it, or name another"
-            raise CommandError(message)
+            raise CommandError(f"--out {self.path}: is there already; remove it, or name another")
         if saved and not exists:
-            message = f"{self.checkpoint} is there, but not {self.path}: remove it to begin anew"
-            raise CommandError(message)
+            raise CommandError(
+                f"{self.checkpoint} is there, but not {self.path}: remove it to begin anew"
+            )
         self.begins = not exists
 
     def _exists(self) -> bool:

@@ -47,8 +47,7 @@ def find_name(name: str, known: Mapping[str, T]) -> T:
     begin = (each for each in spelled if word and each.startswith(word))
     near = dict.fromkeys((*begin, *get_close_matches(word, spelled)))
     guess = " or ".join([spelled[each] for each in near][:3])
-    message = f"{name}; did you mean {guess}?" if guess else name
-    raise ValueError(message)
+    raise ValueError(f"{name}; did you mean {guess}?" if guess else name)
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:

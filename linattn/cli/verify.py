@@ -29,8 +29,7 @@ __all__ = [
 
 def _kit() -> Any:
     if find_spec("hypothesis") is None:
-        message = f"verify needs hypothesis: {remedy('testing')}"
-        raise CommandError(message)
+        raise CommandError(f"verify needs hypothesis: {remedy('testing')}")
     return importlib.import_module("linattn.testing.check")
 
 
@@ -63,8 +62,7 @@ def verify(
         The factory raises, or the map where no check reports it.
     """
     if num_draws < 1:
-        message = f"--draws: want a whole number >= 1, got {num_draws}"
-        raise CommandError(message)
+        raise CommandError(f"--draws: want a whole number >= 1, got {num_draws}")
     kit = _kit()
 
     def blame(error: Exception) -> UserCodeError:

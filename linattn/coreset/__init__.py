@@ -320,8 +320,7 @@ class CoresetAttention:
         made._seed = int(arrays["seed"])
         length = int(arrays["length"])
         if length < 0 or made._seed < 0:
-            message = f"length and seed must not be negative, got {length} and {made._seed}"
-            raise ValueError(message)
+            raise ValueError(f"length and seed must not be negative, got {length} and {made._seed}")
         if not length:
             return made, None
         return made, _stream.checked_stream(arrays, length, made.num_entries, made.block_size)

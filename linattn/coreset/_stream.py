@@ -97,11 +97,10 @@ def check_continues(stream: Stream, problem: Problem) -> None:
     key = stream.old.key
     xp = _arrays.namespace(key)
     if xp is not problem.xp:
-        message = (
+        raise TypeError(
             f"query, key and value must come from the array library of the stream, "
             f"{_arrays.library_name(xp)}, got {_arrays.library_name(problem.xp)}"
         )
-        raise TypeError(message)
     device = array_api_compat.device
     kinds = {
         "leading axes": (stream.lead, problem.lead),
@@ -113,10 +112,9 @@ def check_continues(stream: Stream, problem: Problem) -> None:
     for name, (wanted, got) in kinds.items():
         # A traced array does not know its device.
         if got is not None and wanted != got:
-            message = (
+            raise ValueError(
                 f"query, key and value must have the {name} of the stream, {wanted}, got {got}"
             )
-            raise ValueError(message)
 
 
 def arrays_of(stream: Stream) -> list[Array]:
@@ -134,8 +132,7 @@ def checked_stream(arrays: Arrays, length: int, m: int, block_size: int) -> Stre
     """Check that the arrays of a file fit each other and its numbers."""
     found = [arrays[name] for name in ARRAYS]
     if found[0].ndim < 2 or found[2].ndim < 2:
-        message = f"old_key and old_v1 have shapes {found[0].shape} and {found[2].shape}"
-        raise ValueError(message)
+        raise ValueError(f"old_key and old_v1 have shapes {found[0].shape} and {found[2].shape}")
     lead, d, width = found[0].shape[:-2], found[0].shape[-1], found[2].shape[-1]
     blocks, n = divmod(length, block_size)
     old = min(m, (blocks - 1) * block_size) + block_size if blocks else 0
@@ -143,11 +140,10 @@ def checked_stream(arrays: Arrays, length: int, m: int, block_size: int) -> Stre
     for name, array, end in zip(ARRAYS, found, (*ends, (1, 1), (1, d), (d, d)), strict=True):
         wanted = (*lead, *end)
         if array.shape != wanted or array.dtype != found[0].dtype or d < 1 or width < 2:
-            message = (
+            raise ValueError(
                 f"{name} must be {found[0].dtype} of shape {wanted} after {length} tokens, got "
                 f"{array.dtype} {array.shape}"
             )
-            raise ValueError(message)
     heads = prod(lead)
     found = [x.reshape((heads, *x.shape[len(lead) :])) for x in found]
     return stream_of(lead, found, length)

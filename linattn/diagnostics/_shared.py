@@ -44,21 +44,18 @@ def check_tokens(
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     L, S = query.shape[-2], key.shape[-2]
     if query.shape[-1] != key.shape[-1]:
-        message = (
+        raise ValueError(
             f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
             f"{tuple(key.shape)}"
         )
-        raise ValueError(message)
     if is_causal and L != S:
-        message = f"is_causal needs query and key of equal length, got {L} and {S}"
-        raise ValueError(message)
+        raise ValueError(f"is_causal needs query and key of equal length, got {L} and {S}")
     _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
     mask = visible_keys(key, key_mask, L)
     x, y = to_host(query, xp), np.where(mask[..., None], to_host(key, xp), 0.0)
     for name, array in (("query", x), ("key", y)):
         if not np.isfinite(array).all():
-            message = f"{name} must be finite where it is not masked, got NaN or inf"
-            raise ValueError(message)
+            raise ValueError(f"{name} must be finite where it is not masked, got NaN or inf")
     return x, y, mask
 
 

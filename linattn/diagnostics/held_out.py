@@ -230,12 +230,12 @@ def held_out_error(
     )
     L, e = query.shape[-2], value.shape[-1]
     if tuple(output.shape) != (*problem.lead, L, e):
-        message = f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"output must have shape {(*problem.lead, L, e)}, got {tuple(output.shape)}"
+        )
     probability = _checks.check_finite_number("probability", probability, positive=True)
     if probability >= 1:
-        message = f"probability must be between 0 and 1, got {probability}"
-        raise ValueError(message)
+        raise ValueError(f"probability must be between 0 and 1, got {probability}")
     if rows is None:
         num_rows = _checks.check_positive_int("num_rows", num_rows)
         chosen = held_out_rows(L, num_rows, rng)
@@ -243,8 +243,7 @@ def held_out_error(
         chosen = np.array(rows)
         whole = chosen.dtype.kind in "iu" or chosen.size == 0
         if not whole or chosen.ndim != 1 or np.any((chosen < 0) | (chosen >= L)):
-            message = f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}"
-            raise ValueError(message)
+            raise ValueError(f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}")
         chosen = chosen.astype(np.intp)
     with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
         exact = _arrays.to_numpy(_exact_rows(chosen, problem)).astype(np.float64)

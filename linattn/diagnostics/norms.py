@@ -113,8 +113,7 @@ def attended_norms(
     num_samples = _checks.check_positive_int("num_samples", num_samples)
     x, y, mask = check_tokens(query, key, is_causal, key_mask)
     if 0 in x.shape or 0 in y.shape:
-        message = f"query and key must have a token, got shapes {x.shape} and {y.shape}"
-        raise ValueError(message)
+        raise ValueError(f"query and key must have a token, got shapes {x.shape} and {y.shape}")
     scale = x.shape[-1] ** -0.5 if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     queries = evenly_spaced(x.shape[-2], num_samples)

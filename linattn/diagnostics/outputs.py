@@ -106,8 +106,7 @@ class OutputError(NamedTuple):
         """
         level = _checks.check_finite_number("level", level, positive=True)
         if level >= 1:
-            message = f"level must be between 0 and 1, got {level}"
-            raise ValueError(message)
+            raise ValueError(f"level must be between 0 and 1, got {level}")
         half = _student_quantile(level, self.num_blocks - 1) * np.sqrt(self.jackknife)
         return self.corrected - half, self.corrected + half
 
@@ -221,11 +220,10 @@ def output_error(
     x, kvz, log_scale = _read_inputs(query, state, feature_map)
     starts, sizes, copies = _blocks(feature_map, kvz.shape[-2], block_size)
     if len(starts) < 2:
-        message = (
+        raise ValueError(
             f"output_error needs two or more independent blocks of rows, and {feature_map!r} has "
             f"one: use more columns, or sampler='gaussian', whose rows are all independent"
         )
-        raise ValueError(message)
     share = sizes / sizes.sum()
     correction = 1 / (1 - np.sum(share**2))
     batches = []
@@ -394,17 +392,15 @@ def _blocks(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], int]:
     """Return each independent block's first row and size, and the columns that a row makes."""
     if is_deterministic(feature_map):
-        message = f"feature_map must be random for its output to vary, got {feature_map!r}"
-        raise ValueError(message)
+        raise ValueError(f"feature_map must be random for its output to vary, got {feature_map!r}")
     if block_size is None:
         block_size = rows_drawn_together(feature_map)
         if block_size is None:
-            message = (
+            raise ValueError(
                 f"block_size must say how many rows of {feature_map!r} were drawn together: its "
                 f"sampler is not one of independent blocks that are known. Where all rows were, "
                 f"compare the outputs of independent draws instead (redraw)"
             )
-            raise ValueError(message)
     block_size = _checks.check_positive_int("block_size", block_size)
     copies = features_per_row(feature_map, m)
     starts = np.arange(0, m // copies, block_size)
@@ -420,11 +416,10 @@ def _read_inputs(
     state_xp, state = _checks.check_state_record("state", state)
     m = num_features_of(feature_map, "query", query.shape[-1])
     if state.kvz.shape[-2] != m:
-        message = (
+        raise ValueError(
             f"state must have {m} columns, those of feature_map, got kvz of shape "
             f"{tuple(state.kvz.shape)}"
         )
-        raise ValueError(message)
     check_map_of_state("state", state, feature_map)
     check_sequences("state", state, None, query=query)
     _checks.check_leading_axes(query=tuple(query.shape[:-2]), state=tuple(state.kvz.shape[:-2]))

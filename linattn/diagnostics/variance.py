@@ -265,20 +265,17 @@ def recommend_num_features(
     tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
     coverage = _checks.check_finite_number("coverage", coverage, positive=True)
     if coverage > 1:
-        message = f"coverage must be above 0 and at most 1, got {coverage}"
-        raise ValueError(message)
+        raise ValueError(f"coverage must be above 0 and at most 1, got {coverage}")
     if is_deterministic(feature_map):
-        message = (
+        raise ValueError(
             f"feature_map must be random, so that columns lower its variance, got {feature_map!r}"
         )
-        raise ValueError(message)
     pairs = _weighted_pairs(query, key, feature_map, is_causal, key_mask, num_samples)
     if np.isnan(pairs.bias).any():
-        message = (
+        raise ValueError(
             f"feature_map must be unbiased or know its mean: more columns do not lower a bias, "
             f"and that of {feature_map!r} is not known"
         )
-        raise ValueError(message)
     d = int(query.shape[-1])
     length = key.shape[-2] if length is None else _checks.check_positive_int("length", length)
     value_dim = d if value_dim is None else value_dim
@@ -322,16 +319,14 @@ def _weighted_pairs(
 ) -> _Pairs:
     check_feature_map(feature_map)
     if not hasattr(feature_map, "variance") or not hasattr(feature_map, "kernel"):
-        message = (
+        raise TypeError(
             f"feature_map must have kernel(x, y) and variance(x, y), got "
             f"{type(feature_map).__name__}"
         )
-        raise TypeError(message)
     num_samples = _checks.check_positive_int("num_samples", num_samples)
     x, y, visible = check_inputs(query, key, is_causal, key_mask)
     if 0 in x.shape or 0 in y.shape:
-        message = f"query and key must have a token, got shapes {x.shape} and {y.shape}"
-        raise ValueError(message)
+        raise ValueError(f"query and key must have a token, got shapes {x.shape} and {y.shape}")
     queries, keys = (evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
     x, y, visible = x[..., queries, :], y[..., keys, :], visible[..., queries, :][..., keys]
     with _generic.ignore_fp_warnings():

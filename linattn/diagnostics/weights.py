@@ -80,8 +80,7 @@ def attention_weights(
         logits = s * x[..., chosen, :] @ np.swapaxes(y, -1, -2)
         return softmax(np.where(visible[..., chosen, :], logits, -np.inf))
     if scale is not None:
-        message = f"scale must be None with a feature map, which has its own, got {scale!r}"
-        raise ValueError(message)
+        raise ValueError(f"scale must be None with a feature map, which has its own, got {scale!r}")
     check_feature_map(feature_map)
     num_features_of(feature_map, "query and key", x.shape[-1])
     query_spec, _ = map_specs(feature_map, np, np.float64, "cpu")
@@ -102,11 +101,11 @@ def _chosen_rows(rows: Any, length: int) -> NDArray[np.intp]:
     if chosen.size == 0:
         return indices[:0]
     if chosen.ndim != 1 or not np.issubdtype(chosen.dtype, np.integer):
-        message = f"rows must be an int, a slice or a sequence of ints, got {rows!r}"
-        raise TypeError(message)
+        raise TypeError(f"rows must be an int, a slice or a sequence of ints, got {rows!r}")
     if chosen.min() < -length or chosen.max() >= length:
-        message = f"rows must be from {-length} to {length - 1} for {length} queries, got {rows!r}"
-        raise ValueError(message)
+        raise ValueError(
+            f"rows must be from {-length} to {length - 1} for {length} queries, got {rows!r}"
+        )
     return np.asarray(indices[chosen])
 
 

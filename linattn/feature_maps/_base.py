@@ -65,13 +65,11 @@ class BaseFeatureMap(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse: maps are immutable."""
-        message = f"{type(self).__name__} is immutable: make a new map to change {name}"
-        raise AttributeError(message)
+        raise AttributeError(f"{type(self).__name__} is immutable: make a new map to change {name}")
 
     def __delattr__(self, name: str) -> None:
         """Refuse: maps are immutable."""
-        message = f"{type(self).__name__} is immutable: {name} cannot be deleted"
-        raise AttributeError(message)
+        raise AttributeError(f"{type(self).__name__} is immutable: {name} cannot be deleted")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out caches."""
@@ -180,14 +178,12 @@ class BaseFeatureMap(ABC):
         xp, arrays = _checks.check_arrays(**named)
         for name, array in zip(named, arrays, strict=True):
             if self.dim is not None and array.shape[-1] != self.dim:
-                message = (
+                raise ValueError(
                     f"{name} must have {self.dim} coordinates, the dim of the map, got shape "
                     f"{tuple(array.shape)}"
                 )
-                raise ValueError(message)
         if len({array.shape[-1] for array in arrays}) > 1:
-            message = f"x and y must have one dim, got {[tuple(a.shape) for a in arrays]}"
-            raise ValueError(message)
+            raise ValueError(f"x and y must have one dim, got {[tuple(a.shape) for a in arrays]}")
         _checks.check_leading_axes(**{n: tuple(named[n].shape[:-2]) for n in named})
         return xp, arrays
 
@@ -285,8 +281,9 @@ class BaseFeatureMap(ABC):
             The map is biased, and its mean is not known.
         """
         if not self.unbiased:
-            message = f"{self!r} is not known to be unbiased, and its mean is not known"
-            raise NotImplementedError(message)
+            raise NotImplementedError(
+                f"{self!r} is not known to be unbiased, and its mean is not known"
+            )
         return self.kernel(x, y)
 
     @_arrays.on_array_device
@@ -354,11 +351,10 @@ def _qualified_name(name: str, function: Any) -> str:
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", "<object>"))
     qualified = f"{module}.{qualname}"
     if "<" in qualified:
-        message = (
+        raise ValueError(
             f"{name} must be a function defined at the top of a module to be recognized in "
             f"another process, got {qualified}"
         )
-        raise ValueError(message)
     return qualified
 
 

@@ -135,12 +135,11 @@ class ExponentialFeatures(SoftmaxKernelFeatures):
         if np.any(A[..., :1] != A):
             if function.__self__.name == "gaussian":
                 return np.asarray(function(self._kind, square_norm, self._rows, self.dim))
-            message = (
+            raise NotImplementedError(
                 f"with sampler={self.sampler!r} the variance of the estimate is known "
                 f"where all axes of a head have one tilt A, got {A.shape[-1]} of them; for "
                 f"sampler='gaussian' it is always known"
             )
-            raise NotImplementedError(message)
         lead = np.broadcast_shapes(A.shape[:-1], square_norm.shape[:-2])
         square_norm = np.broadcast_to(square_norm, (*lead, *square_norm.shape[-2:]))
         moment = np.empty(square_norm.shape)

@@ -113,11 +113,10 @@ def _take(given: Inputs, x: Array, positions: NDArray[np.intp]) -> NDArray[Any]:
 
 def _check_finite(finite: Any) -> None:
     if not finite:
-        message = (
+        raise ValueError(
             "query and key must be finite where they are not masked, and their logits too, got "
             "NaN or inf"
         )
-        raise ValueError(message)
 
 
 def stacked(
@@ -201,11 +200,10 @@ def take_inputs(
     """Check the arguments of a fit; arrays of Dask stay lazy."""
     xp, (query, key) = _checks.check_arrays(query=query, key=key)
     if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
-        message = (
+        raise ValueError(
             f"query and key must have one dim and at least one token, got shapes "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
-        raise ValueError(message)
     _checks.check_leading_axes(query=tuple(query.shape[:-2]), key=tuple(key.shape[:-2]))
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
@@ -219,11 +217,10 @@ def take_inputs(
     given |= {"key_mask": key_mask, "key_bias": key_bias}
     for name, x in given.items():
         if not (x is None or array_api_compat.is_dask_array(x) or is_concrete(x)):
-            message = (
+            raise TypeError(
                 f"{name} must have values to fit to, got a traced {type(x).__name__}; fit "
                 f"outside of the traced function and use the map inside"
             )
-            raise TypeError(message)
     arrays = {name: None if x is None else constant(x) for name, x in given.items()}
     return Inputs(xp, dtype, scale, **arrays)
 

@@ -20,12 +20,12 @@ def find_sampler(sampler: Any) -> Any:
     """Return a sampler by name, or the callable given."""
     if isinstance(sampler, str):
         if sampler not in SAMPLERS:
-            message = f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}"
+            )
         return SAMPLERS[sampler]
     if not callable(sampler):
-        message = f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}"
-        raise TypeError(message)
+        raise TypeError(f"sampler must be one of {sorted(SAMPLERS)} or a callable, got {sampler!r}")
     return sampler
 
 
@@ -48,17 +48,17 @@ class ProjectedFeatureMap(BaseFeatureMap):
             num_features = blocks * per_row * dim
         m = _checks.check_positive_int("num_features", num_features)
         if m % per_row:
-            message = (
+            raise ValueError(
                 f"num_features must be even, each row of the projection making a pair of columns, "
                 f"got {m}"
             )
-            raise ValueError(message)
         draw = find_sampler(sampler)
         # A copy: the sampler may go on using its array.
         projection = np.array(draw(m // per_row, dim, rng), dtype=np.float64)
         if projection.shape != (m // per_row, dim):
-            message = f"sampler must return shape {(m // per_row, dim)}, got {projection.shape}"
-            raise ValueError(message)
+            raise ValueError(
+                f"sampler must return shape {(m // per_row, dim)}, got {projection.shape}"
+            )
         self._set(_unseeded=rng is None)
         return projection
 
@@ -66,8 +66,7 @@ class ProjectedFeatureMap(BaseFeatureMap):
     def _check_projection(projection: Any) -> Floats:
         array = _checks.check_parameter("projection", projection)
         if array.ndim < 2 or 0 in array.shape[-2:]:
-            message = f"projection must have shape (..., rows, dim), got {array.shape}"
-            raise ValueError(message)
+            raise ValueError(f"projection must have shape (..., rows, dim), got {array.shape}")
         return array
 
     @staticmethod
@@ -76,11 +75,10 @@ class ProjectedFeatureMap(BaseFeatureMap):
             return None
         weights = np.array(log_weights, dtype=np.float64)
         if weights.shape != rows.shape[:-1] or not np.isfinite(weights).all():
-            message = (
+            raise ValueError(
                 f"log_weights must be finite and of shape {rows.shape[:-1]}, one for each row of "
                 f"projection, got shape {weights.shape}"
             )
-            raise ValueError(message)
         return weights
 
     @property
@@ -104,22 +102,20 @@ class ProjectedFeatureMap(BaseFeatureMap):
 
     def _check_redraw(self) -> None:
         if self.sampler is None:
-            message = (
+            raise ValueError(
                 f"redraw needs a sampler, and this {type(self).__name__} has none: it has no "
                 f"projection, or was made from a given one"
             )
-            raise ValueError(message)
 
     def _known_sampler(self, what: str) -> Sampler:
         """Return the sampler of this map, or an error that names what a variance needs."""
         sampler = SAMPLERS.get(self.sampler) if isinstance(self.sampler, str) else self.sampler
         if not isinstance(sampler, Sampler):
-            message = (
+            raise NotImplementedError(
                 f"the variance of {what} needs to know how the projection was drawn: this map has "
                 f"sampler={self.sampler!r}, of which nothing is known; make the map with a "
                 f"sampler of linattn.sampling.SAMPLERS"
             )
-            raise NotImplementedError(message)
         return sampler
 
 

@@ -51,26 +51,23 @@ def check_samples(
     """
     sequences = [samples] if _is_sample(samples) else samples
     if not isinstance(sequences, Sequence) or not all(map(_is_sample, sequences)):
-        message = (
+        raise TypeError(
             f"samples must be a list of sequences, each a tuple (query, key) or (query, key, "
             f"value) of arrays, got {type(samples).__name__}"
         )
-        raise TypeError(message)
     if not sequences:
-        message = "samples must hold at least one sequence, got none"
-        raise ValueError(message)
+        raise ValueError("samples must hold at least one sequence, got none")
     arrays = [
         _check_sample(f"samples[{i}]", s, with_value, generator) for i, s in enumerate(sequences)
     ]
     lead, dim = _signature(arrays[0])
     for i, sample in enumerate(arrays):
         if _signature(sample) != (lead, dim):
-            message = (
+            raise ValueError(
                 f"samples must have one dim and the same leading axes (heads); a batch is given as "
                 f"a list of its sequences; samples[0] has {lead} and dim {dim}, samples[{i}] "
                 f"{_signature(sample)[0]} and dim {_signature(sample)[1]}"
             )
-            raise ValueError(message)
     scale = 1 / sqrt(dim) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     root = sqrt(scale)
@@ -96,28 +93,27 @@ def _check_sample(
 ) -> Sample:
     names = [f"{name} {part}" for part in ("query", "key", "value")[: len(given)]]
     if with_value and len(given) < 3:
-        message = f"{name} must be (query, key, value) to learn from values, got (query, key)"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must be (query, key, value) to learn from values, got (query, key)"
+        )
     _, checked = _checks.check_arrays(**dict(zip(names, given, strict=True)))
     query, key, *_ = checked
     lengths = {a.shape[-2] for a in checked[1:]}
     if query.shape[-1] != key.shape[-1] or len(lengths) > 1 or 0 in query.shape or 0 in key.shape:
-        message = (
+        raise ValueError(
             f"{name} must have query and key of one dim, key and value of one length, and at least "
             f"one token, got shapes {[tuple(a.shape) for a in checked]}"
         )
-        raise ValueError(message)
     leads = {label: tuple(a.shape[:-2]) for label, a in zip(names, checked, strict=True)}
     _checks.check_leading_axes(**leads)
     arrays: list[Floats] = []
     for label, array in zip(names, compute_sequence(checked, generator), strict=True):
         copy = _arrays.to_numpy(array).astype(np.float64)
         if not np.isfinite(copy).all():
-            message = (
+            raise ValueError(
                 f"{label} must be finite, got NaN or inf; a sample holds valid tokens only: leave "
                 f"masked ones out"
             )
-            raise ValueError(message)
         arrays.append(copy)
     query, key, *value = arrays
     return Sample(query, key, value[0] if value else None)

@@ -31,8 +31,9 @@ def check_tilt(A: Any) -> Floats:
     """Check tilts, and copy them to float64."""
     tilt = np.array(A, dtype=np.float64)
     if not np.isfinite(tilt).all() or not (tilt < 0.125).all():
-        message = f"A must be finite and below 1/8, where the variance becomes infinite, got {A}"
-        raise ValueError(message)
+        raise ValueError(
+            f"A must be finite and below 1/8, where the variance becomes infinite, got {A}"
+        )
     return tilt
 
 
@@ -40,11 +41,10 @@ def scaled_sample(query: Any, key: Any, scale: Any) -> tuple[Floats, Floats, flo
     """Float64 copies of a sample, times ``sqrt(scale)``."""
     _, (query, key) = _checks.check_arrays(query=query, key=key)
     if query.shape[-1] != key.shape[-1] or 0 in query.shape or 0 in key.shape:
-        message = (
+        raise ValueError(
             f"query and key must have one dim and at least one token, got shapes "
             f"{tuple(query.shape)} and {tuple(key.shape)}"
         )
-        raise ValueError(message)
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     scale = _checks.check_finite_number("scale", scale, positive=True)
     x, y = (sqrt(scale) * _arrays.to_numpy(a).astype(np.float64) for a in (query, key))
@@ -112,6 +112,5 @@ def inverse_transpose(T: Floats) -> Floats:
     except np.linalg.LinAlgError:
         inverse = np.full_like(T, np.nan)
     if not np.isfinite(inverse).all():
-        message = "transform must be invertible, and is not"
-        raise ValueError(message)
+        raise ValueError("transform must be invertible, and is not")
     return np.swapaxes(inverse, -1, -2)

@@ -130,8 +130,7 @@ class CalibratedFeatures(SoftmaxKernelMap):
     ) -> None:
         b = _checks.check_parameter("centroids", centroids)
         if b.ndim < 2 or 0 in b.shape[-2:]:
-            message = f"centroids must have shape (..., num_features, dim), got {b.shape}"
-            raise ValueError(message)
+            raise ValueError(f"centroids must have shape (..., num_features, dim), got {b.shape}")
         m, d = b.shape[-2:]
         wanted = {
             "centroids": (b, (m, d)),
@@ -282,8 +281,9 @@ class CalibratedFeatures(SoftmaxKernelMap):
                 callback=callback,
             )
             if not all(np.isfinite(p).all() for p in found):
-                message = f"learning_rate must be small enough to converge, {learning_rate} is not"
-                raise ValueError(message)
+                raise ValueError(
+                    f"learning_rate must be small enough to converge, {learning_rate} is not"
+                )
         root, drew = sqrt(scale), generator.bit_generator.state != unused
         fitted = cls(
             *(found.b / root, found.beta, found.a * root, found.alpha),
@@ -379,16 +379,14 @@ class CalibratedFeatures(SoftmaxKernelMap):
 def _check_sequences(sequences: list[Sample], num_features: int, *, is_causal: bool) -> None:
     num_keys = sum(sample.y.shape[-2] for sample in sequences)
     if num_keys < num_features:
-        message = (
+        raise ValueError(
             f"num_features must be at most the {num_keys} keys of the samples, got {num_features}; "
             f"give more samples, or ask for fewer features"
         )
-        raise ValueError(message)
     for i, sample in enumerate(sequences):
         num_queries, num_keys = sample.x.shape[-2], sample.y.shape[-2]
         if is_causal and num_queries != num_keys:
-            message = (
+            raise ValueError(
                 f"samples[{i}] must have as many queries as keys with is_causal, got "
                 f"{num_queries} and {num_keys}"
             )
-            raise ValueError(message)

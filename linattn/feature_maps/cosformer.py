@@ -127,12 +127,11 @@ class CosformerFeatures(BaseFeatureMap):
 
     def _check_positions(self, start: Any, n: int) -> None:
         if isinstance(start, int) and start + n > self.max_length:
-            message = (
+            raise ValueError(
                 f"max_length must be at least the number of positions, got "
                 f"max_length={self.max_length} for positions up to {start + n - 1}; make a "
                 f"CosformerFeatures with a larger one (its features are others)"
             )
-            raise ValueError(message)
 
     def kernel(self, x: Array, y: Array) -> Array:
         """Exact kernel, x at positions 0..n-1 and y at 0..s-1.

@@ -251,11 +251,10 @@ class ActivationFeatures(ProjectedFeatureMap):
         if sampler is None:
             dim = None if dim is None else _checks.check_positive_int("dim", dim)
             if num_features is not None and num_features != dim:
-                message = (
+                raise ValueError(
                     f"num_features must be dim or None without a projection (sampler=None), got "
                     f"num_features={num_features} and dim={dim}"
                 )
-                raise ValueError(message)
             projection = None
         else:
             projection = self._draw(dim, num_features, sampler, rng)
@@ -272,8 +271,9 @@ class ActivationFeatures(ProjectedFeatureMap):
     ) -> None:
         is_named = isinstance(activation, str) and activation in ORDERS
         if not is_named and not callable(activation):
-            message = f"activation must be one of {[*ORDERS]} or a callable, got {activation!r}"
-            raise (ValueError if isinstance(activation, str) else TypeError)(message)
+            raise (ValueError if isinstance(activation, str) else TypeError)(
+                f"activation must be one of {[*ORDERS]} or a callable, got {activation!r}"
+            )
         epsilon = _checks.check_finite_number("epsilon", epsilon)
         self._set(
             dim=dim if projection is None else int(projection.shape[-1]),
@@ -369,12 +369,11 @@ class ActivationFeatures(ProjectedFeatureMap):
             return super().variance(x, y)
         order = self._order("variance")
         if self._known_sampler("ActivationFeatures.estimate") != gaussian:
-            message = (
+            raise NotImplementedError(
                 f"the variance of {self.activation} features needs E[f(w1.x) f(w1.y) f(w2.x) "
                 f"f(w2.y)] for two rows of one block, which is not known for "
                 f"sampler={self.sampler!r}; it is closed for sampler='gaussian'"
             )
-            raise NotImplementedError(message)
 
         def closed_form(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
             mean, square = self._moments(a, b, order)
@@ -384,11 +383,10 @@ class ActivationFeatures(ProjectedFeatureMap):
 
     def _order(self, what: str) -> int:
         if not isinstance(self.activation, str):
-            message = (
+            raise NotImplementedError(
                 f"the {what} is known in closed form for activation 'heaviside', 'squared_relu' "
                 f"and 'relu' only"
             )
-            raise NotImplementedError(message)
         return ORDERS[self.activation]
 
     def _moments(

@@ -401,11 +401,10 @@ class DenseExponentialFeatures(ExponentialFeatures):
         tilt = np.atleast_1d(_tilts.check_tilt(A))
         T = np.array(transform, dtype=np.float64)
         if tilt.shape[-1] != dim or T.shape[-2:] != (dim, dim):
-            message = (
+            raise ValueError(
                 f"A must have shape (..., {dim}) and transform (..., {dim}, {dim}), got "
                 f"{tilt.shape} and {T.shape}"
             )
-            raise ValueError(message)
         self._set(
             antithetic=_checks.check_flag("antithetic", antithetic),
             A=tilt,

@@ -250,11 +250,10 @@ class RandomFourierFeatures(ProjectedFeatureMap):
     ) -> None:
         _check_kernel(kernel)
         if not isinstance(kernel, str) and isinstance(sampler, str):
-            message = (
+            raise ValueError(
                 f"sampler must be a callable that draws rows of the spectrum of a kernel of your "
                 f"own, got {sampler!r}, which draws normal rows, with kernel={kernel!r}"
             )
-            raise ValueError(message)
         generator = as_generator(rng)
         rows = self._draw(dim, num_features, sampler, generator)
         if isinstance(kernel, str) and kernel in SPECTRA:
@@ -331,11 +330,10 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         _check_kernel(kernel)
         rows = cls._check_projection(projection)
         if _checks.check_flag("normalize", normalize) and rows.ndim > 2:
-            message = (
+            raise ValueError(
                 f"projection must have shape (rows, dim) with normalize=True, got {rows.shape}; "
                 f"for a projection for each head normalize queries and keys yourself"
             )
-            raise ValueError(message)
         weights = cls._check_log_weights(log_weights, rows)
         new = cls.__new__(cls)
         new._finish(rows, kernel, bandwidth, normalize, None, weights)
@@ -464,11 +462,10 @@ class RandomFourierFeatures(ProjectedFeatureMap):
 
     def _function(self, what: str) -> PairFunction:
         if self._kernel is None:
-            message = (
+            raise NotImplementedError(
                 f"the {what} needs the kernel of the spectrum that sampler={self.sampler!r} "
                 f"draws: give it as kernel=, a function of x and y"
             )
-            raise NotImplementedError(message)
         return KERNELS[self._kernel] if isinstance(self._kernel, str) else self._kernel
 
     def _check_independent(self) -> None:
@@ -476,19 +473,20 @@ class RandomFourierFeatures(ProjectedFeatureMap):
         if is_caller_kernel and not isinstance(self.sampler, Sampler):
             return
         if self._known_sampler("RandomFourierFeatures.estimate") != gaussian:
-            message = (
+            raise NotImplementedError(
                 f"the variance of features of kernel={self._kernel!r} needs "
                 f"E[cos(w1.t) cos(w2.t)] for two rows of one block, which is not known for "
                 f"sampler={self.sampler!r}; it is closed for sampler='gaussian'"
             )
-            raise NotImplementedError(message)
 
 
 def _check_kernel(kernel: Any) -> None:
     if isinstance(kernel, str):
         if kernel not in KERNELS:
-            message = f"kernel must be one of {sorted(KERNELS)} or a callable, got {kernel!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"kernel must be one of {sorted(KERNELS)} or a callable, got {kernel!r}"
+            )
     elif kernel is not None and not callable(kernel):
-        message = f"kernel must be one of {sorted(KERNELS)}, a callable or None, got {kernel!r}"
-        raise TypeError(message)
+        raise TypeError(
+            f"kernel must be one of {sorted(KERNELS)}, a callable or None, got {kernel!r}"
+        )

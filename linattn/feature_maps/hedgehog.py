@@ -100,8 +100,7 @@ class HedgehogFeatures(BaseFeatureMap):
     ) -> None:
         W = _checks.check_parameter("weights", weights)
         if W.ndim < 2 or 0 in W.shape[-2:]:
-            message = f"weights must have shape (..., rows, dim), got {W.shape}"
-            raise ValueError(message)
+            raise ValueError(f"weights must have shape (..., rows, dim), got {W.shape}")
         r, d = W.shape[-2:]
         b = np.zeros(r) if bias is None else _checks.check_parameter("bias", bias, (r,))
         key_W = (

@@ -164,29 +164,26 @@ class LandmarkFeatures(SoftmaxKernelMap):
         d = b.shape[-1:]
         fits = min(b.ndim, q.ndim, M.ndim) >= 2 and lognorm.ndim and 0 not in b.shape + q.shape
         if not fits or (q.shape[-1:], M.shape[-2:], lognorm.shape[-1]) != (d, d + d, q.shape[-2]):
-            message = (
+            raise ValueError(
                 f"landmarks must have shape (..., m, d), probes (..., p, d), metric (..., d, d) "
                 f"and log_normalizers (..., p), got {b.shape}, {q.shape}, {M.shape} and "
                 f"{lognorm.shape}"
             )
-            raise ValueError(message)
         live = np.ones(b.shape[:-1], dtype=bool) if used is None else np.array(used)
         if live.dtype != bool or live.shape != b.shape[:-1]:
-            message = (
+            raise ValueError(
                 f"used must be boolean and of shape {b.shape[:-1]}, one for each landmark, got "
                 f"{live.dtype} {live.shape}"
             )
-            raise ValueError(message)
         _checks.check_leading_axes(
             **{name: x.shape[: -1 if x is lognorm else -2] for name, x in arrays.items()}
         )
         counts = np.isfinite(lognorm).any(axis=-1).all() and (lognorm > -np.inf).all()
         if not counts or not all(np.isfinite(x).all() for x in (b, q, M)):
-            message = (
+            raise ValueError(
                 "landmarks, probes and metric must be finite, and log_normalizers finite or inf "
                 "with a finite one for each head"
             )
-            raise ValueError(message)
         m, p = b.shape[-2], q.shape[-2]
         scale = 1 / sqrt(b.shape[-1]) if scale is None else scale
         self._set(
@@ -306,10 +303,9 @@ class LandmarkFeatures(SoftmaxKernelMap):
         lloyd_steps = _checks.check_positive_int("lloyd_steps", lloyd_steps, least=0)
         corrected = _checks.check_flag("corrected", corrected)
         if corrected and p < 2 * m:
-            message = (
+            raise ValueError(
                 f"num_probes must be at least 2 num_features, {2 * m}, for corrected=True, got {p}"
             )
-            raise ValueError(message)
         given = take_inputs(query, key, key_mask, query_mask, scale, key_bias)
         found = fit_landmarks(given, m, p, lloyd_steps, as_generator(rng))
         fitted = cls(**found, scale=given.scale, corrected=corrected)
@@ -478,5 +474,6 @@ class LandmarkFeatures(SoftmaxKernelMap):
         NotImplementedError
             Always: how the estimate varies with the landmarks is not known.
         """
-        message = f"{self!r} is biased, and its variance over landmarks is not known"
-        raise NotImplementedError(message)
+        raise NotImplementedError(
+            f"{self!r} is biased, and its variance over landmarks is not known"
+        )

@@ -176,12 +176,11 @@ class _MonomialFeatures(BaseFeatureMap):
         weights = self._weights()
         num_features = sum(comb(dim + k - 1, k) for k, weight in enumerate(weights) if weight > 0)
         if num_features > MAX_FEATURES:
-            message = (
+            raise ValueError(
                 f"dim and degree must make at most {MAX_FEATURES:,} columns, got dim={dim} and "
                 f"degree {len(weights) - 1}, which make {num_features:,}; take a lower degree, or "
                 f"project to fewer coordinates"
             )
-            raise ValueError(message)
         self._set(num_features=num_features, positive=len(weights) == 1)
 
     def query_spec(self, xp: ModuleType, dtype: Any, device: Any) -> Opaque:
@@ -358,8 +357,9 @@ class PolynomialFeatures(_MonomialFeatures):
         degree = _checks.check_positive_int("degree", degree, most=MAX_DEGREE)
         c = _checks.check_finite_number("c", c)
         if c < 0:
-            message = f"c must be at least 0, for its powers to be weights of features, got {c}"
-            raise ValueError(message)
+            raise ValueError(
+                f"c must be at least 0, for its powers to be weights of features, got {c}"
+            )
         self._finish(dim, scale, degree=degree, c=c)
 
     def _weights(self) -> Sequence[float]:

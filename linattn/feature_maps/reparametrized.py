@@ -91,11 +91,10 @@ class Reparametrized(BaseFeatureMap):
     ) -> None:
         check_feature_map(feature_map)
         if not getattr(feature_map, "softmax_kernel", False):
-            message = (
+            raise TypeError(
                 f"feature_map must be a map of the softmax kernel, such as PositiveFeatures(dim), "
                 f"got {feature_map!r}"
             )
-            raise TypeError(message)
         d = feature_map.dim
         c = _checks.check_parameter(
             "query_shift", np.zeros(d) if query_shift is None else query_shift, (d,)
@@ -107,8 +106,7 @@ class Reparametrized(BaseFeatureMap):
             "transform", np.eye(d) if transform is None else transform, (d, d)
         )
         if not np.all(np.linalg.cond(M) < 1 / np.finfo(np.float64).eps):
-            message = "transform must be invertible, and is not"
-            raise ValueError(message)
+            raise ValueError("transform must be invertible, and is not")
         self._set(
             feature_map=feature_map,
             query_shift=c,

@@ -101,24 +101,21 @@ class RotatedFeatures(BaseFeatureMap):
         check_feature_map(feature_map)
         m = feature_map.num_features
         if m is None or m % 2:
-            message = (
+            raise ValueError(
                 f"feature_map must have an even num_features, which are rotated in pairs, got {m}; "
                 f"give the map a dim or num_features that is even"
             )
-            raise ValueError(message)
         for spec in map_specs(feature_map, np, np.float64, "cpu"):
             if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
-                message = (
+                raise TypeError(
                     f"feature_map must be a map that is read feature by feature, got "
                     f"{feature_map!r}, whose reads are {type(spec).__name__}"
                 )
-                raise TypeError(message)
             if spec_lead(spec):
-                message = (
+                raise ValueError(
                     f"feature_map must have one set of parameters for all heads, got one for each "
                     f"of {spec_lead(spec)}"
                 )
-                raise ValueError(message)
         self._set(
             feature_map=feature_map,
             base=_checks.check_finite_number("base", base, positive=True),

@@ -129,8 +129,7 @@ class SignFeatures(ProjectedFeatureMap):
         rng: Seed = None,
     ) -> None:
         if sampler not in SAMPLERS:
-            message = f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}"
-            raise ValueError(message)
+            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
         projection = self._draw(dim, num_features, SAMPLERS[sampler], rng)
         self._set(
             dim=int(projection.shape[-1]),

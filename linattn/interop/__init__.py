@@ -33,8 +33,7 @@ _NEEDS = {
 def __getattr__(name: str) -> Any:
     if name in _NEEDS:
         return importlib.import_module(f"linattn.interop.{name}")
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

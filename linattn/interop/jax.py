@@ -13,8 +13,9 @@ try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
-    message = "linattn.interop.jax needs jax, which is not installed: pip install jax"
-    raise ImportError(message) from error
+    raise ImportError(
+        "linattn.interop.jax needs jax, which is not installed: pip install jax"
+    ) from error
 
 from linattn import _checks, recurrences
 from linattn._driver.forward import solve

@@ -22,10 +22,9 @@ try:
     from onnx import helper, numpy_helper
     from spox._future import ValuePropBackend, value_prop_backend
 except ImportError as error:
-    message = (
+    raise ImportError(
         "linattn.interop.onnx needs ndonnx, which is not installed: pip install ndonnx onnxruntime"
-    )
-    raise ImportError(message) from error
+    ) from error
 
 from linattn import _checks
 from linattn.typing import Array
@@ -165,8 +164,7 @@ def scan(
 def _three(name: str, place: int, largest: Mapping[str, int]) -> tuple[int, int, int]:
     """Sizes to run at; a remainder of 1 shows what is padded, and no two axes are alike."""
     if name not in largest:
-        message = f"largest must have the size of each named axis, got none of {name!r}"
-        raise ValueError(message)
+        raise ValueError(f"largest must have the size of each named axis, got none of {name!r}")
     size = _checks.check_positive_int(f"largest[{name!r}]", largest[name], least=4)
     return (size, size // 2 | 1, 2) if place % 2 == 0 else (size, 2, size // 2 | 1)
 
@@ -224,11 +222,10 @@ class _Joined:
                     dim.dim_param = size
 
     def _reject(self, reason: str) -> NoReturn:
-        message = (
+        raise NotImplementedError(
             f"function must make one graph for all sizes of {', '.join(self.sizes)}, but {reason}; "
             f"give that axis a fixed size and pad, or call one step in linattn.interop.onnx.scan"
         )
-        raise NotImplementedError(message)
 
     def _join(self, graphs: list[Any]) -> None:
         """Make the first graph right at all sizes."""

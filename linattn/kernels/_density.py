@@ -97,8 +97,7 @@ class kernel_density:
         layout: Literal["rows", "scipy"] = "rows",
     ) -> None:
         if not isinstance(layout, str) or layout not in ("rows", "scipy"):
-            message = f"layout must be 'rows' or 'scipy', got {layout!r}"
-            raise ValueError(message)
+            raise ValueError(f"layout must be 'rows' or 'scipy', got {layout!r}")
         self._layout = layout
         rows = _in_rows("dataset", dataset, layout, None)
         _, (self._data,), self._dtype = check_points(dataset=rows)
@@ -107,8 +106,9 @@ class kernel_density:
         self._least_part = float(16 * self.d * self._xp.finfo(self._data.dtype).eps)
         self._log_weight = log_weights("weights", weights, "dataset", self._data, rows=2)
         if self._log_weight.ndim > 1:
-            message = f"weights must have shape ({self.n},), got {tuple(self._log_weight.shape)}"
-            raise ValueError(message)
+            raise ValueError(
+                f"weights must have shape ({self.n},), got {tuple(self._log_weight.shape)}"
+            )
         self.dataset = self._xp.astype(self._data, self._dtype, copy=False)
         weight = self._xp.exp(self._log_weight)
         self.weights = self._xp.astype(weight, self._dtype, copy=False)
@@ -148,8 +148,9 @@ class kernel_density:
         rules = {"scott": self.scotts_factor, "silverman": self.silverman_factor}
         given = "scott" if bw_method is None else bw_method
         if isinstance(given, str) and given not in rules:
-            message = f"bw_method must be 'scott', 'silverman' or a number, got {bw_method!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"bw_method must be 'scott', 'silverman' or a number, got {bw_method!r}"
+            )
         factor: Any = rules[given]() if isinstance(given, str) else given
         factor = factor(self) if callable(factor) else factor
         self.factor = _checks.check_finite_number("bw_method", factor, positive=True)
@@ -173,8 +174,9 @@ class kernel_density:
         if rank < self.d:
             wanted = f"dataset must be finite and vary in {self.d} independent directions"
             remedy = "leave out constant coordinates and sums of others"
-            message = f"{wanted}, got a covariance of rank {rank} to within rounding; {remedy}"
-            raise np.linalg.LinAlgError(message)
+            raise np.linalg.LinAlgError(
+                f"{wanted}, got a covariance of rank {rank} to within rounding; {remedy}"
+            )
 
     @property
     def _covariance(self) -> Array:
@@ -237,12 +239,12 @@ class kernel_density:
         mean = self._xp.reshape(matching("mean", mean, "dataset", self._data), (-1,))
         cov = self._xp.reshape(matching("cov", cov, "dataset", self._data), (-1,))
         if mean.shape[0] != self.d or cov.shape[0] != self.d**2:
-            message = f"mean and cov must have the {self.d} coordinates of the data, got others"
-            raise ValueError(message)
+            raise ValueError(
+                f"mean and cov must have the {self.d} coordinates of the data, got others"
+            )
         cov = self._xp.reshape(cov, (self.d, self.d))
         if not _arrays.is_lazy(cov) and np.any(np.linalg.eigvalsh(_arrays.to_numpy(cov)) < 0):
-            message = "cov must be positive semi-definite, got a negative eigenvalue"
-            raise ValueError(message)
+            raise ValueError("cov must be positive semi-definite, got a negative eigenvalue")
         total = self._covariance + cov
         return self._cast(self._xp.exp(self._log_density(mean[None, :], total)[0]))
 
@@ -261,8 +263,7 @@ class kernel_density:
             The integral over all points.
         """
         if not isinstance(other, kernel_density) or other.d != self.d:
-            message = f"other must be a kernel_density of {self.d} coordinates, got another"
-            raise ValueError(message)
+            raise ValueError(f"other must be a kernel_density of {self.d} coordinates, got another")
         _checks.check_together("dataset", self._data, "the dataset of other", other._data)
         log = self._log_density(other._data, self._covariance + other._covariance)
         return self._cast(self._xp.sum(self._xp.exp(other._log_weight + log)))
@@ -321,8 +322,9 @@ class kernel_density:
         rows = _in_rows(name, points, self._layout, self.d)
         rows = matching(name, rows, "dataset", self._data)
         if rows.shape[-1] != self.d:
-            message = f"{name} must have {self.d} coordinates, got shape {tuple(rows.shape)}"
-            raise ValueError(message)
+            raise ValueError(
+                f"{name} must have {self.d} coordinates, got shape {tuple(rows.shape)}"
+            )
         return rows
 
     def _cast(self, array: Array) -> Array:
@@ -337,6 +339,5 @@ def _in_rows(name: str, points: Any, layout: str, d: int | None) -> Any:
         xp = _arrays.namespace(points)
         return xp.reshape(points, (1, -1) if d is not None and d > 1 else (-1, 1))
     if points.ndim > 2:
-        message = f"{name} must have two axes, got shape {tuple(points.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must have two axes, got shape {tuple(points.shape)}")
     return _arrays.namespace(points).matrix_transpose(points) if layout == "scipy" else points

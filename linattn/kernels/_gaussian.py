@@ -36,8 +36,7 @@ def check_points(**named: Any) -> tuple[ModuleType, list[Array], Any]:
     shapes = {name: tuple(array.shape) for name, array in zip(named, arrays, strict=True)}
     (first, (*_, d)), (name, shape), *_ = (*shapes.items(), *shapes.items())
     if shape[-1] != d:
-        message = f"{name} must have the {d} coordinates of {first}, got shape {shape}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must have the {d} coordinates of {first}, got shape {shape}")
     _checks.check_leading_axes(**{name: shape[:-2] for name, shape in shapes.items()})
     # Integers themselves, which a narrow floating dtype would round.
     sources = [a if _arrays.is_exact(a) else b for a, b in zip(given, arrays, strict=True)]
@@ -76,8 +75,9 @@ def matching(name: str, array: Any, of: str, points: Array) -> Array:
     try:
         host = np.asarray(array).astype(np.float64, casting="same_kind")
     except (TypeError, ValueError, OverflowError):
-        message = f"{name} must be real numbers or an array of them, got {reprlib.repr(array)}"
-        raise TypeError(message) from None
+        raise TypeError(
+            f"{name} must be real numbers or an array of them, got {reprlib.repr(array)}"
+        ) from None
     return _arrays.device_array(host, xp, points.dtype, array_api_compat.device(points))
 
 
@@ -95,13 +95,11 @@ def log_weights(
         weights = matching(name, weights, of, points)
         if tuple(weights.shape[-1:]) != (points.shape[-2],):
             came = f"{tuple(weights.shape)} for {tuple(points.shape)}"
-            message = f"{name} must have one number for each row of {of}, got shape {came}"
-            raise ValueError(message)
+            raise ValueError(f"{name} must have one number for each row of {of}, got shape {came}")
         axes = {of: tuple(points.shape[:-2]), name: tuple(weights.shape[:-1])}
         weights = xp.broadcast_to(weights, (*_checks.check_leading_axes(**axes), points.shape[-2]))
         if _arrays.inspected((weights >= 0) & (weights < xp.inf)) is False:
-            message = f"{name} must be finite and not negative, got others; mend them first"
-            raise ValueError(message)
+            raise ValueError(f"{name} must be finite and not negative, got others; mend them first")
     if key_mask is not None:
         mask = _checks.check_key_mask(key_mask, points, xp, query_len=None, of=of)
         weights = xp.where(mask[..., 0], weights, xp.zeros_like(weights))
@@ -111,8 +109,9 @@ def log_weights(
         count = xp.sum(weights, axis=-1) / xp.sum(weights * weights, axis=-1)
         if points.shape[-2] < rows or _arrays.inspected(count > rows - 1 + LEAST_REST) is False:
             wanted = f"{of} must have at least {rows} rows that count"
-            message = f"{wanted} ({name} positive, of finite sum), got {tuple(points.shape)}"
-            raise ValueError(message)
+            raise ValueError(
+                f"{wanted} ({name} positive, of finite sum), got {tuple(points.shape)}"
+            )
     nothing = weights <= 0
     logs = xp.log(xp.where(nothing, xp.ones_like(weights), weights))
     return xp.where(nothing, xp.full_like(logs, -float("inf")), logs)
@@ -136,11 +135,9 @@ def positive_bandwidth(bandwidth: Any, of: str, points: Array) -> Array:
     h = matching("bandwidth", bandwidth, of, points)
     if h.ndim > 1 or (h.ndim == 1 and h.shape[0] not in (1, points.shape[-1])):
         wanted = f"a number or one for each of {points.shape[-1]} coordinates"
-        message = f"bandwidth must be {wanted}, got shape {tuple(h.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"bandwidth must be {wanted}, got shape {tuple(h.shape)}")
     if _arrays.inspected((h > 0) & (h < float("inf"))) is False:
-        message = "bandwidth must be positive and finite, got other numbers"
-        raise ValueError(message)
+        raise ValueError("bandwidth must be positive and finite, got other numbers")
     return h
 
 

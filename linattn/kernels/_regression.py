@@ -97,8 +97,7 @@ def local_regression(
     degree = _checks.check_positive_int("degree", degree, least=0, most=1)
     ridge = _checks.check_finite_number("ridge", ridge, positive=True)
     if y.shape[-2] != x.shape[-2]:
-        message = f"y must have the {x.shape[-2]} rows of x, got shape {tuple(y.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"y must have the {x.shape[-2]} rows of x, got shape {tuple(y.shape)}")
     log_weight = log_weights("weights", weights, "x", x, key_mask, rows=1)
     kernel = Gaussian.of("x", x, bandwidth, log_weight)
     at = kernel.of_query(query)

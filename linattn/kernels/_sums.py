@@ -74,8 +74,7 @@ def log_sum_exp(
     """
     xp, (query, key), dtype = check_points(query=query, key=key)
     if (scale is None) == (bandwidth is None):
-        message = f"give scale or bandwidth, one of them, got {scale} and {bandwidth}"
-        raise ValueError(message)
+        raise ValueError(f"give scale or bandwidth, one of them, got {scale} and {bandwidth}")
     log_weight = log_weights("weights", weights, "key", key, key_mask)
     if scale is None:
         kernel = Gaussian.of("key", key, bandwidth, log_weight)

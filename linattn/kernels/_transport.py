@@ -131,8 +131,9 @@ class Transport:
         (query, _, _), (_, keys, g) = self._sides["x" if of == "y" else "y"], self._sides[of]
         _checks.check_together(of, query, "values", values)
         if values.shape[-2] != g.shape[-1]:
-            message = f"values must have the {g.shape[-1]} rows of {of}, got {tuple(values.shape)}"
-            raise ValueError(message)
+            raise ValueError(
+                f"values must have the {g.shape[-1]} rows of {of}, got {tuple(values.shape)}"
+            )
         _checks.check_leading_axes(**{of: tuple(g.shape[:-1]), "values": tuple(values.shape[:-2])})
         return *keys.read(keys.of_query(query), values, g), dtype
 
@@ -218,8 +219,7 @@ def sinkhorn(
     h = math.sqrt(reg / 2)
     log_a, log_b = log_weights("a", a, "x", x, rows=1), log_weights("b", b, "y", y, rows=1)
     if any(_arrays.inspected(xp.isfinite(points)) is False for points in (x, y)):
-        message = "x and y must be finite, got NaN or inf; leave out these rows"
-        raise ValueError(message)
+        raise ValueError("x and y must be finite, got NaN or inf; leave out these rows")
     lead = _checks.check_leading_axes(x=tuple(log_a.shape[:-1]), y=tuple(log_b.shape[:-1]))
     x, y = (xp.broadcast_to(points, (*lead, *points.shape[-2:])) for points in (x, y))
     if not same and x.shape == y.shape:

@@ -117,8 +117,7 @@ Sublayer: TypeAlias = Callable[[Params, Array], Result]
 def check_norm(norm: Norm) -> Norm:
     """Check the kind of a norm."""
     if norm not in NORMS:
-        message = f"norm must be one of {', '.join(NORMS)}, got {norm!r}"
-        raise ValueError(message)
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
     return norm
 
 
@@ -138,11 +137,10 @@ def options_of(
     heads = Heads(num_heads, attention, positions, eps), Heads(num_heads, cross, eps=eps)
     options = Options(*heads, partial(NORMS[norm], eps=eps), **more)
     if options.parallel and not options.norm_first:
-        message = (
+        raise ValueError(
             f"norm_first must be True with parallel=True, got {options.norm_first!r}: sublayers "
             f"see the same tokens"
         )
-        raise ValueError(message)
     return options
 
 
@@ -178,11 +176,10 @@ def stream_layer(
 ) -> tuple[Array, LayerState]:
     """Apply one layer to the next tokens of a stream; return the new state too."""
     if not masks.is_causal or masks.key_mask is not None:
-        message = (
+        raise ValueError(
             "initial_state and return_state must come with is_causal=True and without key_mask: "
             "they are of a causal stream of tokens"
         )
-        raise ValueError(message)
     check_state(state, LayerState)
     tokens, of_memory = (None, None) if state is None else state
     start = 0 if tokens is None else tokens.length
@@ -319,8 +316,9 @@ def stream_stack(
     layers, final = _layers_and_norm(params)
     before: Sequence[LayerState | None] = [None] * len(layers) if state is None else state.layers
     if len(before) != len(layers):
-        message = f"initial_state must be of a decoder with {len(layers)} layers, got {len(before)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"initial_state must be of a decoder with {len(layers)} layers, got {len(before)}"
+        )
     length = x.shape[-2] + (0 if state is None else state.length)
     after = []
     for part, cache, chosen in zip(layers, before, _by_layer(options, len(layers)), strict=True):
@@ -365,6 +363,7 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
     if not isinstance(given, list | tuple):
         return [given] * number
     if len(given) != number:
-        message = f"{name} must be one, or one for each of the {number} layers, got {len(given)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must be one, or one for each of the {number} layers, got {len(given)}"
+        )
     return list(given)

@@ -80,9 +80,8 @@ def _empty_like(rows: Array, capacity: int) -> Array:
 def check_state(state: Any, *kinds: type) -> None:
     """Check that a state, or the cache in it, is of a kind that this call returns."""
     if state is not None and not isinstance(state, kinds):
-        message = (
+        raise TypeError(
             f"initial_state must hold an object of type {kinds[0].__name__}, got "
             f"{type(state).__name__}; pass the state that return_state=True returned, of the same "
             f"function and attention"
         )
-        raise TypeError(message)

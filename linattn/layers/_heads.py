@@ -150,13 +150,12 @@ def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Sha
     dim, rest = divmod(queries, num)
     keys, left = divmod(rows - queries, 2 * dim) if dim else (0, 1)
     if rest or left or keys < 1 or num % keys:
-        message = (
+        raise ValueError(
             f"num_heads must cut the projections into heads, got {num} for {queries} columns of "
             f"params[{outer.path + 'weight'!r}] and {rows} rows of "
             f"params[{inner.path + 'weight'!r}]; these are H d columns, and H d + 2 G d rows with "
             f"G keys for H heads"
         )
-        raise ValueError(message)
     return (
         _Inner(inner, *norms),
         outer,
@@ -166,8 +165,7 @@ def _checked(params: Params, x: Array, heads: Heads) -> tuple[_Inner, Part, _Sha
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind):
-        message = f"{name} must be one of linattn.layers, such as {wanted}, got {value!r}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be one of linattn.layers, such as {wanted}, got {value!r}")
 
 
 def _scope(scope: Scope, tokens: Array, heads: Heads, shape: _Shape) -> Scope:

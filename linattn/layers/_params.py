@@ -37,11 +37,10 @@ class Part(dict[str, Array]):
 
     def __missing__(self, name: str) -> Array:
         """Raise an error that names the missing parameter."""
-        message = (
+        raise ValueError(
             f"params must have {self.path + name!r}, got "
             f"{', '.join(repr(self.path + key) for key in self) or 'none of its parts'}"
         )
-        raise ValueError(message)
 
 
 _Vjp = TypeVar("_Vjp", bound=Callable[..., Result])
@@ -61,14 +60,12 @@ def takes(options: Any = None) -> Callable[[_Layer], _Layer]:
         def call(*args: Any, **kwargs: Any) -> Any:
             unknown = [name for name in kwargs if name not in known]
             if unknown:
-                message = (
+                raise TypeError(
                     f"{function.__name__}() got an unexpected keyword argument {unknown[0]!r}; it "
                     f"takes {', '.join(known)}"
                 )
-                raise TypeError(message)
             if not needed <= kwargs.keys():
-                message = f"{function.__name__}() needs {', '.join(needed - kwargs.keys())}="
-                raise TypeError(message)
+                raise TypeError(f"{function.__name__}() needs {', '.join(needed - kwargs.keys())}=")
             return function(*args, **kwargs)
 
         return _arrays.with_autocast(call)  # type: ignore[return-value]
@@ -163,8 +160,9 @@ def as_part(params: Any, *names: str) -> Part:
     elif isinstance(params, Mapping):
         part = Part(params)
     else:
-        message = f"params must be a dictionary of arrays by name, got {type(params).__name__}"
-        raise TypeError(message)
+        raise TypeError(
+            f"params must be a dictionary of arrays by name, got {type(params).__name__}"
+        )
     if names:
         _check_names(part, part, names)
     return part
@@ -199,11 +197,10 @@ def split_layers(whole: Part) -> list[Part]:
         layers[number][rest] = array
     missing = [str(i) for i in range(len(layers)) if str(i) not in layers]
     if missing or not layers:
-        message = (
+        raise ValueError(
             f"params must have layers 0, 1, ... without a gap, got no "
             f"{whole.path + (missing or ['0'])[0]!r}"
         )
-        raise ValueError(message)
     whole.splits[()] = [layers[str(i)] for i in range(len(layers))]
     return whole.splits[()]
 
@@ -211,11 +208,10 @@ def split_layers(whole: Part) -> list[Part]:
 def _check_names(whole: Part, found: Iterable[str], names: tuple[str, ...]) -> None:
     unknown = [name for name in found if name not in names]
     if unknown:
-        message = (
+        raise ValueError(
             f"params must have no other names than {', '.join(whole.path + n for n in names)} "
             f"here, got {whole.path + unknown[0]!r}; an option may be missing that uses it"
         )
-        raise ValueError(message)
 
 
 def join(parts: Mapping[str, Params]) -> dict[str, Array]:
@@ -236,11 +232,10 @@ def check_pair(part: Part, name: str, x: Array, last: int | None = None) -> tupl
     xp, (_, array) = _checks.check_arrays(1, **named)
     wanted = x.shape[-1] if last is None else last
     if array.shape[-1] != wanted:
-        message = (
+        raise ValueError(
             f"params[{part.path + name!r}] must have a last axis of {wanted}, as its input has, "
             f"got shape {tuple(array.shape)}"
         )
-        raise ValueError(message)
     if kind is not None:
         part.checked[kind] = xp
     return xp, array
@@ -257,11 +252,10 @@ def normal_numbers(
 ) -> NDArray[Any]:
     """Draw independent normal numbers from an explicit generator."""
     if not isinstance(rng, np.random.Generator):
-        message = (
+        raise TypeError(
             f"rng must be a numpy.random.Generator, got {type(rng).__name__}; make one by "
             f"numpy.random.default_rng(seed)"
         )
-        raise TypeError(message)
     return (deviation * rng.standard_normal(shape)).astype(floating(dtype))
 
 
@@ -269,6 +263,5 @@ def floating(dtype: Any) -> np.dtype[Any]:
     """Check the dtype of drawn parameters."""
     found: np.dtype[Any] = np.dtype(dtype)
     if found not in (np.float16, np.float32, np.float64):
-        message = f"dtype must be float16, float32 or float64, got {found}"
-        raise TypeError(message)
+        raise TypeError(f"dtype must be float16, float32 or float64, got {found}")
     return found

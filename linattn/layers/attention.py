@@ -157,11 +157,10 @@ def multi_head_attention(
         scope = Scope(is_causal, key_mask)
         return _heads.attend(params, x, memory, heads, scope, differentiate=False)[0]
     if not is_causal or memory is not None or key_mask is not None:
-        message = (
+        raise ValueError(
             "initial_state and return_state must come with is_causal=True, without memory and "
             "without key_mask: they are of a causal stream of tokens"
         )
-        raise ValueError(message)
     out, state = _heads.stream(params, x, heads, initial_state)
     return (out, state) if return_state else out
 
@@ -261,11 +260,10 @@ def init_multi_head_attention(
     keys = heads if num_key_heads is None else num_key_heads
     keys = _checks.check_positive_int("num_key_heads", keys)
     if dim % heads or heads % keys:
-        message = (
+        raise ValueError(
             f"num_heads must divide dim and be a multiple of num_key_heads, got {heads} for dim "
             f"{dim} and {keys} heads of keys"
         )
-        raise ValueError(message)
     rows = dim + 2 * keys * (dim // heads)
     parts = {
         "in_proj_": init_linear(rng, dim, rows, bias=bias, dtype=dtype),

@@ -112,8 +112,7 @@ def _raise_by_distance(attention: Attention) -> NoReturn:
 
 
 def _raise(problem: str, remedy: str) -> NoReturn:
-    message = f"attention must suit the call: {problem}; {remedy}"
-    raise NotImplementedError(message)
+    raise NotImplementedError(f"attention must suit the call: {problem}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -318,11 +317,10 @@ class LinearAttention(Attention):
         decay = np.asarray(0 if self.log_decay is None else self.log_decay, dtype=np.float64)
         if decay.ndim:
             if decay.shape != (math.prod(scope.head_axes),):
-                message = (
+                raise ValueError(
                     f"log_decay must be a number or one for each of the "
                     f"{math.prod(scope.head_axes)} heads, got shape {decay.shape}"
                 )
-                raise ValueError(message)
             decay = decay.reshape(scope.head_axes)
         return decay if scope.slopes is None else np.asarray(decay - scope.slopes)
 
@@ -571,11 +569,10 @@ def _is_nothing(query: Array, key: Array) -> bool:
 
 def _check_no_slopes(attention: Attention, scope: Scope) -> None:
     if scope.slopes is not None:
-        message = (
+        raise ValueError(
             f"positions must not be Alibi() with {attention!r}, whose weights do not fall with "
             f"distance; it goes with SoftmaxAttention and LinearAttention"
         )
-        raise ValueError(message)
 
 
 def _like(query: Array, numbers: NDArray[np.float64]) -> Array:

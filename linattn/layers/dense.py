@@ -567,5 +567,4 @@ def init_norm(dim: int, *, bias: bool = True, dtype: Any = np.float32) -> dict[s
 
 def _check_activation(activation: Activation) -> None:
     if activation not in ACTIVATIONS:
-        message = f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        raise ValueError(message)
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

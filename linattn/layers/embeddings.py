@@ -137,21 +137,19 @@ def embedding_vjp(
     if "position.weight" in part:
         learned = check_pair(part, "position.weight", table)[1]
         if learned.shape[0] < stop:
-            message = (
+            raise ValueError(
                 f"params[{part.path + 'position.weight'!r}] must have a row for each position, "
                 f"{stop} of them, got {learned.shape[0]}; give shorter inputs"
             )
-            raise ValueError(message)
         out = out + xp.astype(learned[start:stop, :], wide, copy=False)
     if positions == "sinusoidal":
         device = array_api_compat.device(table)
         out = out + _arrays.device_array(_sinusoids(start, length, dim), xp, wide, device)
     elif positions is not None:
-        message = (
+        raise ValueError(
             f"positions must be 'sinusoidal' or None, got {positions!r}; learned positions are "
             f"added where params have 'position.weight'"
         )
-        raise ValueError(message)
 
     def pullback(grad_output: Array) -> tuple[dict[str, Array]]:
         _checks.check_cotangent("grad_output", grad_output, "output", tuple(out.shape), table)
@@ -186,16 +184,14 @@ def _check_tokens(part: Part, tokens: Any) -> Any:
     _checks.check_together(f"params[{part.path + 'weight'!r}]", table, "tokens", tokens)
     xp = _arrays.namespace(tokens)
     if not xp.isdtype(tokens.dtype, "integral"):
-        message = f"tokens must be integers, got dtype {tokens.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"tokens must be integers, got dtype {tokens.dtype}")
     if not _arrays.is_lazy(tokens) and math.prod(tokens.shape):
         least, most = int(xp.min(tokens)), int(xp.max(tokens))
         if least < 0 or most >= table.shape[0]:
-            message = (
+            raise ValueError(
                 f"tokens must be at least 0 and below {table.shape[0]}, the rows of "
                 f"params[{part.path + 'weight'!r}], got {least} to {most}"
             )
-            raise ValueError(message)
     return xp
 
 

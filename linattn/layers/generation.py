@@ -344,8 +344,7 @@ def generate(
     tokens = _checks.check_array("tokens", tokens)
     _check_holds_all(tokens, _parts(params)[0]["weight"].shape[0])
     if not tokens.shape[-1]:
-        message = "tokens must hold at least one token to go on from, got none"
-        raise ValueError(message)
+        raise ValueError("tokens must hold at least one token to go on from, got none")
     if stop is not None:
         stop = _checks.check_positive_int("stop", stop, least=0)
     xp, device, shape = _arrays.namespace(tokens), array_api_compat.device(tokens), tokens.shape
@@ -402,8 +401,9 @@ def _by_length(tokens: Array, key_mask: Array) -> Iterator[tuple[NDArray[np.int6
     lengths = held.sum(-1)
     if not lengths.all():
         row = int(np.argmin(lengths))
-        message = f"key_mask must leave a token of each sequence, got none of sequence {row}"
-        raise ValueError(message)
+        raise ValueError(
+            f"key_mask must leave a token of each sequence, got none of sequence {row}"
+        )
     flat = xp.reshape(tokens, (math.prod(shape),))
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
@@ -432,11 +432,10 @@ def _check_holds_all(tokens: Array, num: int) -> None:
     """Check that the dtype of the prompt can hold all tokens of the model."""
     xp = _arrays.namespace(tokens)
     if xp.isdtype(tokens.dtype, "integral") and xp.iinfo(tokens.dtype).max < num - 1:
-        message = (
+        raise ValueError(
             f"tokens must have a dtype that holds all of {num} tokens, got {tokens.dtype}; convert "
             f"them to int64"
         )
-        raise ValueError(message)
 
 
 class _Sampler(NamedTuple):
@@ -452,28 +451,26 @@ class _Sampler(NamedTuple):
         """Check the arguments of :func:`generate`."""
         temperature = _checks.check_finite_number("temperature", temperature)
         if temperature < 0:
-            message = f"temperature must be at least 0, got {temperature}"
-            raise ValueError(message)
+            raise ValueError(f"temperature must be at least 0, got {temperature}")
         if top_k is not None:
             top_k = _checks.check_positive_int("top_k", top_k)
         if top_p is not None:
             top_p = _checks.check_finite_number("top_p", top_p, positive=True)
             if top_p > 1:
-                message = f"top_p must be at most 1, got {top_p}"
-                raise ValueError(message)
+                raise ValueError(f"top_p must be at most 1, got {top_p}")
         if not temperature and (top_k, top_p) != (None, None):
-            message = (
+            raise ValueError(
                 "temperature must be above 0 where top_k or top_p is given, got 0, which takes the "
                 "likeliest token; give temperature=1.0 to draw"
             )
-            raise ValueError(message)
         return cls(temperature, top_k, top_p, as_generator(rng))
 
     def __call__(self, logits: NDArray[np.float64]) -> NDArray[np.int64]:
         """Choose one token for each row of logits (n, V)."""
         if np.isnan(logits).any():
-            message = "logits must be numbers, got NaN: parameters or memory hold NaN or overflow"
-            raise ValueError(message)
+            raise ValueError(
+                "logits must be numbers, got NaN: parameters or memory hold NaN or overflow"
+            )
         if not self.temperature:
             likeliest: NDArray[np.int64] = np.argmax(logits, axis=-1)
             return likeliest

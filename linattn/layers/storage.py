@@ -78,20 +78,18 @@ def load_safetensors(
     try:
         file = safetensors.safe_open(name, framework="numpy")
     except safetensors.SafetensorError as error:
-        message = f"{name} is not a safetensors file: {error}"
-        raise ValueError(message) from error
+        raise ValueError(f"{name} is not a safetensors file: {error}") from error
     with file:
         there = set(file.keys())
         if mapping is None:
             mapping = {key: key for key in sorted(there)}
         missing = sorted({key for wanted in mapping.values() for key in _names(wanted)} - there)
         if missing:
-            message = (
+            raise ValueError(
                 f"mapping must name arrays of the file, got {', '.join(map(repr, missing[:5]))}; "
                 f"{name} holds {', '.join(map(repr, sorted(there)[:5]))} and so on, "
                 f"{len(there)} arrays"
             )
-            raise ValueError(message)
         return {key: _loaded(name, file, key, wanted) for key, wanted in mapping.items()}
 
 
@@ -106,8 +104,7 @@ def _check_mapping(mapping: Any) -> None:
         listed = [value] if isinstance(value, str) else value
         is_list = isinstance(listed, list | tuple) and all(isinstance(n, str) for n in listed)
         if not isinstance(key, str) or not is_list:
-            message = f"{wanted}, got {key!r}: {value!r}"
-            raise TypeError(message)
+            raise TypeError(f"{wanted}, got {key!r}: {value!r}")
 
 
 def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDArray[Any]:
@@ -116,21 +113,19 @@ def _loaded(name: str, file: Any, key: str, wanted: str | Sequence[str]) -> NDAr
     try:
         arrays = [file.get_tensor(part) for part in _names(wanted)]
     except (TypeError, AttributeError) as error:
-        message = (
+        raise ValueError(
             f"{name} must hold arrays of NumPy's dtypes, got {wanted!r}: {error}; save it as "
             f"float32 with the library that wrote it"
-        )
-        raise ValueError(message) from error
+        ) from error
     if isinstance(wanted, str):
         return arrays[0]
     try:
         return np.concatenate(arrays)
     except ValueError as error:
         shapes = ", ".join(str(array.shape) for array in arrays)
-        message = (
+        raise ValueError(
             f"mapping[{key!r}] must name arrays that go behind each other, got shapes {shapes}"
-        )
-        raise ValueError(message) from error
+        ) from error
 
 
 def _names(wanted: str | Sequence[str]) -> Sequence[str]:
@@ -176,16 +171,14 @@ def save_safetensors(path: Path, params: Params) -> None:
     arrays = {}
     for key, array in as_part(params).items():
         if not isinstance(key, str):
-            message = f"params must be a dictionary of arrays by name, got the name {key!r}"
-            raise TypeError(message)
+            raise TypeError(f"params must be a dictionary of arrays by name, got the name {key!r}")
         checked = _checks.check_array(f"params[{key!r}]", array)
         arrays[key] = np.ascontiguousarray(_arrays.to_numpy(checked))
         if arrays[key].dtype.kind not in "biuf":
-            message = (
+            raise TypeError(
                 f"params[{key!r}] must hold booleans, integers or floats of NumPy, got dtype "
                 f"{checked.dtype}; convert it to float32"
             )
-            raise TypeError(message)
     write_bytes(target, save(arrays))
 
 
@@ -194,6 +187,7 @@ def _package() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        message = f"safetensors files need the package safetensors: {remedy('layers')}"
-        raise ImportError(message) from error
+        raise ImportError(
+            f"safetensors files need the package safetensors: {remedy('layers')}"
+        ) from error
     return safetensors

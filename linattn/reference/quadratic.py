@@ -273,18 +273,20 @@ def _prepare(
     key_mask: npt.ArrayLike | None,
 ) -> tuple[Float64, Float64, Float64, Visible]:
     if not isinstance(is_causal, bool | np.bool_):
-        message = f"is_causal must be True or False, got {is_causal!r}"
-        raise TypeError(message)
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     q, k, v = _float64("query", query), _float64("key", key), _float64("value", value)
     if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        message = f"query and key: want the same last axis >= 1, got {q.shape} and {k.shape}"
-        raise ValueError(message)
+        raise ValueError(
+            f"query and key: want the same last axis >= 1, got {q.shape} and {k.shape}"
+        )
     if k.shape[-2] != v.shape[-2]:
-        message = f"key and value: want the same length (axis -2), got {k.shape} and {v.shape}"
-        raise ValueError(message)
+        raise ValueError(
+            f"key and value: want the same length (axis -2), got {k.shape} and {v.shape}"
+        )
     if is_causal and q.shape[-2] != k.shape[-2]:
-        message = f"is_causal: want query and key of one length, got {q.shape} and {k.shape}"
-        raise ValueError(message)
+        raise ValueError(
+            f"is_causal: want query and key of one length, got {q.shape} and {k.shape}"
+        )
     mask = _mask(key_mask, k.shape)
     return q, np.where(mask[..., None], k, 0.0), v, mask
 
@@ -292,11 +294,9 @@ def _prepare(
 def _float64(name: str, array: npt.ArrayLike) -> Float64:
     raw = np.asarray(array)
     if not np.can_cast(raw.dtype, np.float64, "same_kind"):
-        message = f"{name}: want real numbers, got dtype {raw.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"{name}: want real numbers, got dtype {raw.dtype}")
     if raw.ndim < 2:
-        message = f"{name}: want shape (..., length, dim), got {raw.shape}"
-        raise ValueError(message)
+        raise ValueError(f"{name}: want shape (..., length, dim), got {raw.shape}")
     return raw.astype(np.float64)
 
 
@@ -305,18 +305,16 @@ def _mask(key_mask: npt.ArrayLike | None, key_shape: tuple[int, ...]) -> Visible
         return np.ones(key_shape[-2], dtype=bool)
     mask = np.asarray(key_mask)
     if mask.dtype != np.bool_:
-        message = f"key_mask: want dtype bool (True = attend), got {mask.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"key_mask: want dtype bool (True = attend), got {mask.dtype}")
     want = key_shape[:-1]
     per_batch = mask.ndim == len(want) and all(
         m in (1, n) for m, n in zip(mask.shape, want, strict=True)
     )
     if mask.shape != want[-1:] and not per_batch:
-        message = (
+        raise ValueError(
             f"key_mask: want shape {want[-1:]}, or {len(want)} axes each 1 or equal to {want}, "
             f"got {mask.shape}"
         )
-        raise ValueError(message)
     return np.broadcast_to(mask, (*mask.shape[:-1], want[-1]))
 
 
@@ -327,8 +325,7 @@ def _pairs(
     wanted = q.shape[-2], k.shape[-2]
     extra = _float64("bias", np.zeros(wanted) if bias is None else bias)
     if any(n not in (1, m) for n, m in zip(extra.shape[-2:], wanted, strict=True)):
-        message = f"bias: want last axes {wanted}, or 1, got shape {extra.shape}"
-        raise ValueError(message)
+        raise ValueError(f"bias: want last axes {wanted}, or 1, got shape {extra.shape}")
     extra = np.broadcast_to(extra, extra.shape[:-2] + wanted)
     pairs = _visible(visible, wanted) & (extra != -np.inf)
     return pairs, np.broadcast_to(extra, pairs.shape)
@@ -339,11 +336,9 @@ def _visible(visible: npt.ArrayLike | None, wanted: tuple[int, int]) -> Visible:
         return np.ones((1, 1), dtype=bool)
     pairs = np.asarray(visible)
     if pairs.dtype != np.bool_:
-        message = f"visible: want dtype bool (True = attend), got {pairs.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"visible: want dtype bool (True = attend), got {pairs.dtype}")
     if pairs.shape[-2:] != wanted:
-        message = f"visible: want last axes {wanted}, got shape {pairs.shape}"
-        raise ValueError(message)
+        raise ValueError(f"visible: want last axes {wanted}, got shape {pairs.shape}")
     return pairs
 
 

@@ -86,16 +86,16 @@ def recurrence(
     True
     """
     if update_rule not in ("linear", "gated", "delta", "gated_delta"):
-        message = f"update_rule must be linear, gated, delta or gated_delta, got {update_rule!r}"
-        raise ValueError(message)
+        raise ValueError(
+            f"update_rule must be linear, gated, delta or gated_delta, got {update_rule!r}"
+        )
     for name, array, rules in (
         ("log_decay", log_decay, ("gated", "gated_delta")),
         ("beta", beta, ("delta", "gated_delta")),
     ):
         if (array is not None) != (update_rule in rules):
             wanted = "an array" if update_rule in rules else "None"
-            message = f"{name} must be {wanted} for update_rule={update_rule!r}"
-            raise ValueError(message)
+            raise ValueError(f"{name} must be {wanted} for update_rule={update_rule!r}")
 
     q, k, v = (_float64(array) for array in (query, key, value))
     dim, length, value_dim = k.shape[-1], k.shape[-2], v.shape[-1]
@@ -127,6 +127,5 @@ def recurrence(
 def _float64(array: Any) -> Float64:
     copy = np.asarray(array)
     if copy.dtype.kind not in "fiub":
-        message = f"arrays must be real, got dtype {copy.dtype}"
-        raise TypeError(message)
+        raise TypeError(f"arrays must be real, got dtype {copy.dtype}")
     return copy.astype(np.float64)

@@ -33,11 +33,10 @@ def _sobol_points(num: int, dim: int) -> NDArray[np.uint64]:
     from scipy.stats import qmc
 
     if dim > qmc.Sobol.MAXDIM or num > 2**30:
-        msg = (
+        raise ValueError(
             f"the Sobol sequence has at most {qmc.Sobol.MAXDIM} dimensions and 2^30 rows, got "
             f"dim {dim} and num {num}"
         )
-        raise ValueError(msg)
     # SciPy warns about lengths that are no powers of two, though cut off it is the same sequence.
     points = qmc.Sobol(dim, scramble=False).random_base2((num - 1).bit_length())[:num]
     bits: NDArray[np.uint64] = (points * 2.0**30).astype(np.uint64)

@@ -47,8 +47,9 @@ def scipy_special(sampler: str) -> Any:
     try:
         from scipy import special
     except ImportError as error:
-        msg = f"the sampler {sampler!r} needs SciPy, in the extra qmc: {remedy('qmc')}"
-        raise ImportError(msg) from error
+        raise ImportError(
+            f"the sampler {sampler!r} needs SciPy, in the extra qmc: {remedy('qmc')}"
+        ) from error
     return special
 
 

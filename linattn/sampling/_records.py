@@ -31,8 +31,9 @@ _Moment: TypeAlias = Callable[[str, Floats, int, int, float], Floats]
 
 def _no_pair_function(sq_norm: ArrayLike, dim: int) -> Floats:
     """Refuse: pairs of rows differ, or their distribution is not known."""
-    msg = "this sampler has no function of one pair of rows: see Sampler.variance_gap"
-    raise NotImplementedError(msg)
+    raise NotImplementedError(
+        "this sampler has no function of one pair of rows: see Sampler.variance_gap"
+    )
 
 
 def num_pairs(num: int, dim: int) -> int:
@@ -186,11 +187,10 @@ class Sampler:
             return self.gap(kind, v, num, dim, float(A))
         pair_gap = self.pair_gap_trig if kind == "trigonometric" else self.pair_gap
         if pair_gap is _no_pair_function:
-            msg = (
+            raise NotImplementedError(
                 f"no closed form of the variance is known for the sampler {self.name!r}: estimate "
                 f"it from independent draws, sampler(num, dim, rng, batch_shape=...)"
             )
-            raise NotImplementedError(msg)
         return num_pairs(num, dim) / num**2 * pair_gap(v, dim)
 
     def mean_factor(
@@ -220,8 +220,9 @@ class Sampler:
         if self.unbiased:
             return np.ones_like(v)
         if self.mean is None:
-            msg = f"no closed form of the mean is known for the biased sampler {self.name!r}"
-            raise NotImplementedError(msg)
+            raise NotImplementedError(
+                f"no closed form of the mean is known for the biased sampler {self.name!r}"
+            )
         return self.mean(kind, v, num, dim, float(A))
 
     def __call__(
@@ -266,8 +267,7 @@ def check_sq_norm(value: ArrayLike, dim: int) -> Floats:
     check_integer(dim, "dim", least=1)
     value = np.asarray(value, dtype=np.float64)
     if np.any(value < 0):
-        msg = f"a squared norm must be at least 0, got {float(np.min(value))!r}"
-        raise ValueError(msg)
+        raise ValueError(f"a squared norm must be at least 0, got {float(np.min(value))!r}")
     return value
 
 
@@ -275,14 +275,15 @@ def _check_moment(
     kind: str, sq_norm: ArrayLike, num: int, dim: int, A: float, *, below: float
 ) -> Floats:
     if kind not in ("positive", "paired", "trigonometric"):
-        msg = f"kind must be 'positive', 'paired' or 'trigonometric', got {kind!r}"
-        raise ValueError(msg)
+        raise ValueError(f"kind must be 'positive', 'paired' or 'trigonometric', got {kind!r}")
     value = float(A)
     if not -math.inf < value < below:
-        msg = f"A must be finite and below {below}, where the moment is finite, got {A!r}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"A must be finite and below {below}, where the moment is finite, got {A!r}"
+        )
     if kind == "trigonometric" and value != 0:
-        msg = f"A must be 0 for trigonometric features, which have no such parameter, got {A!r}"
-        raise ValueError(msg)
+        raise ValueError(
+            f"A must be 0 for trigonometric features, which have no such parameter, got {A!r}"
+        )
     check_integer(num, "num", least=1)
     return check_sq_norm(sq_norm, dim)

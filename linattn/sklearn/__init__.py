@@ -12,8 +12,9 @@ try:
 except ImportError as error:
     from linattn._extras import remedy
 
-    message = f"linattn.sklearn needs scikit-learn 1.6 or newer: {remedy('sklearn')}"
-    raise ImportError(message) from error
+    raise ImportError(
+        f"linattn.sklearn needs scikit-learn 1.6 or newer: {remedy('sklearn')}"
+    ) from error
 
 from linattn.sklearn._classification import KernelClassifier
 from linattn.sklearn._density import KernelDensity

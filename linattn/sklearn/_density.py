@@ -130,8 +130,7 @@ class KernelDensity(BaseEstimator):  # type: ignore[misc]
             counts = {"scott": n, "silverman": n * (d + 2) / 4}
             if self.bandwidth not in counts:
                 rules = "'scott', 'silverman' or 'loo'"
-                message = f"bandwidth must be a number, {rules}, got {self.bandwidth!r}"
-                raise ValueError(message)
+                raise ValueError(f"bandwidth must be a number, {rules}, got {self.bandwidth!r}")
             return float(counts[self.bandwidth] ** (-1 / (d + 4)))
         return _checks.check_finite_number("bandwidth", self.bandwidth, positive=True)
 

@@ -183,8 +183,9 @@ class RandomFeatures(
             variance = float(np.var(X, dtype=np.float64))
             return float(np.sqrt(X.shape[1] * variance / 2)) if variance > 0 else 1.0
         if isinstance(self.bandwidth, str):
-            message = f"bandwidth must be 'scale' or a positive number, got {self.bandwidth!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"bandwidth must be 'scale' or a positive number, got {self.bandwidth!r}"
+            )
         return _checks.check_finite_number("bandwidth", self.bandwidth, positive=True)
 
     @property

@@ -62,8 +62,7 @@ class _Rows(NamedTuple):
     def of(cls, X: NDArray[np.floating], weight: Floats, left_out: Indices) -> _Rows:
         if len(X) < 2:
             wanted = "bandwidth='loo' must have at least 2 rows of positive weight to leave one out"
-            message = f"{wanted}, got n_samples = {len(X)}; give a number"
-            raise ValueError(message)
+            raise ValueError(f"{wanted}, got n_samples = {len(X)}; give a number")
         centred = np.asarray(X - np.average(X, axis=0, weights=weight), dtype=float)
         largest = np.max(np.abs(centred))
         unit = largest if largest > 0 else 1.0
@@ -126,8 +125,9 @@ def leave_one_out_density(
         return np.asarray(nearest[:, 0] / h**2 + volume + np.log(remaining) - np.log(sums[..., 0]))
 
     if not np.any(rows.X):
-        message = "bandwidth='loo' must have rows that differ, got equal ones; give a number"
-        raise ValueError(message)
+        raise ValueError(
+            "bandwidth='loo' must have rows that differ, got equal ones; give a number"
+        )
     return _search(rows, np.zeros((len(X), 0)), error)
 
 

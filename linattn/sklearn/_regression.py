@@ -150,8 +150,7 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
     def _check_parameters(self) -> None:
         super()._check_parameters()
         if self.degree not in (0, 1) or isinstance(self.degree, bool):
-            message = f"degree must be 0 or 1, got {self.degree!r}"
-            raise ValueError(message)
+            raise ValueError(f"degree must be 0 or 1, got {self.degree!r}")
         _checks.check_finite_number("ridge", self.ridge, positive=True)
 
     def _ridge(self) -> float | None:
@@ -198,10 +197,9 @@ class KernelRegressor(RegressorMixin, KernelSmoother):  # type: ignore[misc]
         outputs = y.shape[1] if y.ndim == 2 else None
         if self._has_rows() and outputs != self._num_outputs:
             before = self._num_outputs
-            message = (
+            raise ValueError(
                 f"y must have the outputs of the rows before, {before}, got {outputs} (None: 1)"
             )
-            raise ValueError(message)
         target = np.asarray(y, dtype=X.dtype).reshape(len(X), -1)
         self._num_outputs = outputs
         self._add(Rows(X, target, weight))

@@ -36,8 +36,9 @@ def check_weight(sample_weight: Any, X: NDArray[Any]) -> NDArray[np.float64]:
     """Check weights of rows: not negative, not all 0; None for 1."""
     weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     if not 0 < np.sum(weight) < np.inf:
-        message = "sample_weight must be positive for at least one row and have a finite sum"
-        raise ValueError(message)
+        raise ValueError(
+            "sample_weight must be positive for at least one row and have a finite sum"
+        )
     return np.asarray(weight)
 
 
@@ -97,8 +98,7 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
 
     def _check_parameters(self) -> None:
         if self.method not in METHODS:
-            message = f"method must be one of {', '.join(METHODS)}, got {self.method!r}"
-            raise ValueError(message)
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
         for name in ("num_landmarks", "loo_samples"):
             _checks.check_positive_int(name, getattr(self, name))
         _checks.check_finite_number("tolerance", self.tolerance, positive=True)
@@ -137,8 +137,7 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
         """Check a bandwidth that is a number, or one for each coordinate."""
         if isinstance(self.bandwidth, str):
             wanted = "'loo', a number or one for each coordinate"
-            message = f"bandwidth must be {wanted}, got {self.bandwidth!r}"
-            raise ValueError(message)
+            raise ValueError(f"bandwidth must be {wanted}, got {self.bandwidth!r}")
         bandwidth = positive_bandwidth(self.bandwidth, "X", self._rows.X.astype(np.float64))
         return bandwidth if bandwidth.ndim else float(bandwidth)
 
@@ -181,6 +180,5 @@ class KernelSmoother(BaseEstimator):  # type: ignore[misc]
     def _tried(self) -> LeaveOneOut:
         tried = self._chosen().tried
         if tried is None:
-            message = f"no bandwidth was tried: bandwidth={self.bandwidth!r} was given"
-            raise AttributeError(message)
+            raise AttributeError(f"no bandwidth was tried: bandwidth={self.bandwidth!r} was given")
         return tried

@@ -63,11 +63,10 @@ class Checkpoint:
         call = CHECKPOINT_FORMAT.read(self.path, _call)
         differ = [name for name, text in self.call.items() if call.get(name) != text]
         if differ:
-            message = (
+            raise StateFileError(
                 f"{self.path} is the checkpoint of another call, which differs in "
                 f"{', '.join(differ)}; remove it to begin anew"
             )
-            raise StateFileError(message)
         numerics, records, place = CHECKPOINT_FORMAT.read(self.path, self._build)
         for record in records:
             self._check(record)
@@ -141,14 +140,14 @@ class Checkpoint:
         """Check that the file holds a place of this walk, and return it."""
         step, walk = int(arrays["step"]), self.walk
         if not 0 <= step <= len(walk.rows):
-            message = f"step must be 0 to {len(walk.rows)}, got {step}"
-            raise ValueError(message)
+            raise ValueError(f"step must be 0 to {len(walk.rows)}, got {step}")
         state = self._state(*(arrays.get(n) for n in ("kvz", "log_scale", "length", "log_decay")))
         later = [arrays.get(n) for n in ("later_kvz", "later_log_scale", "later_length")]
         counts = [0 if array is None else len(array) for array in later]
         if counts != [walk.num_later(step)] * 3:
-            message = f"it must hold {walk.num_later(step)} states of later keys, got {counts}"
-            raise ValueError(message)
+            raise ValueError(
+                f"it must hold {walk.num_later(step)} states of later keys, got {counts}"
+            )
         given = [array for array in later if array is not None]
         states = tuple(self._state(*each) for each in zip(*given, strict=True))
         records = self._records(arrays["checksums"])
@@ -156,8 +155,9 @@ class Checkpoint:
         written = [(r.start, r.stop) for r in records if r.name == "out"]
         ends = [0, *(stop for _, stop in written)]
         if [start for start, _ in written] != ends[:-1] or ends[-1] != walk.num_written(place):
-            message = f"checksums must be of the {walk.num_written(place)} rows that were written"
-            raise ValueError(message)
+            raise ValueError(
+                f"checksums must be of the {walk.num_written(place)} rows that were written"
+            )
         return str(arrays["numerics"]), records, place
 
     def _state(self, kvz: Any, log_scale: Any, length: Any, log_decay: Any = None) -> State:
@@ -166,14 +166,12 @@ class Checkpoint:
         for array, wanted in zip(found, (begin.kvz, begin.log_scale, begin.log_decay), strict=True):
             brief = [None if each is None else _brief(each) for each in (array, wanted)]
             if brief[0] != brief[1]:
-                message = f"its state must have {brief[1]}, got {brief[0]}"
-                raise ValueError(message)
+                raise ValueError(f"its state must have {brief[1]}, got {brief[0]}")
         # A step adds at most all keys.
         least, walk = int(begin.length), self.walk
         most = least + walk.inputs.key.shape[-2] * (1 + len(walk.rows))
         if not least <= length <= most:
-            message = f"length must be {least} to {most}, got {length}"
-            raise ValueError(message)
+            raise ValueError(f"length must be {least} to {most}, got {length}")
         xp, device = _arrays.namespace(begin.kvz), array_api_compat.device(begin.kvz)
         numbers = [None if a is None else xp.asarray(a, device=device) for a in found]
         kvz, log_scale, log_decay = numbers
@@ -185,8 +183,9 @@ class Checkpoint:
             name = dict(enumerate(NAMES)).get(number)
             length = 0 if name is None else self._array(name).shape[-2]
             if name is None or not (0 <= start < stop <= length and 0 <= crc < 2**32):
-                message = f"checksums must be of rows of an array, got {(number, start, stop, crc)}"
-                raise ValueError(message)
+                raise ValueError(
+                    f"checksums must be of rows of an array, got {(number, start, stop, crc)}"
+                )
             records.append(Record(name, start, stop, crc))
         return records
 
@@ -197,8 +196,7 @@ class Checkpoint:
 def _call(arrays: Arrays) -> dict[str, Any]:
     call = json.loads(str(arrays["call"]))
     if not isinstance(call, dict):
-        message = f"call must be a JSON object, got {type(call).__name__}"
-        raise TypeError(message)
+        raise TypeError(f"call must be a JSON object, got {type(call).__name__}")
     return call
 
 

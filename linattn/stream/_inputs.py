@@ -129,17 +129,15 @@ def check_inputs(inputs: Inputs, initial_state: State | None) -> tuple[State, tu
     remedy = "each query sees the keys up to its own position"
     check_pairing(query, key, value, is_causal=inputs.is_causal, remedy=remedy)
     if window is not None and query.shape[-2] != key.shape[-2]:
-        message = (
+        raise ValueError(
             f"under exact_window query and key must have equal length, got {query.shape[-2]} and "
             f"{key.shape[-2]}"
         )
-        raise ValueError(message)
     if "log_decay" in inputs.weights and not inputs.is_causal:
-        message = (
+        raise ValueError(
             "log_decay must be None unless is_causal: in full attention it acts in both "
             "directions, which takes all rows at once; use linear_attention"
         )
-        raise ValueError(message)
     none = slice(0, 0)
     _check_weights(inputs)
     output, state = inputs.attention(none, none, initial_state)
@@ -148,16 +146,14 @@ def check_inputs(inputs: Inputs, initial_state: State | None) -> tuple[State, tu
 
 def _check_sliceable(name: str, array: Any) -> None:
     if not all(hasattr(array, attribute) for attribute in ("shape", "dtype", "__getitem__")):
-        message = (
+        raise TypeError(
             f"{name} must have a shape, a dtype and rows to slice, as numpy.memmap and arrays of "
             f"zarr and h5py have, got {type(array).__name__}"
         )
-        raise TypeError(message)
     if len(array.shape) < 2:
-        message = (
+        raise ValueError(
             f"{name} must have at least 2 axes (..., length, dim), got shape {tuple(array.shape)}"
         )
-        raise ValueError(message)
 
 
 def _check_weights(inputs: Inputs) -> None:
@@ -168,31 +164,28 @@ def _check_weights(inputs: Inputs) -> None:
         if not shape or (name == "log_decay" and len(shape) != len(wanted)):
             continue
         if shape[-1] not in (1, length):
-            message = (
+            raise ValueError(
                 f"{name} must have a last axis of {length}, the length of key, or 1, got shape "
                 f"{shape}"
             )
-            raise ValueError(message)
         axes = shape[:-1] or (1,) * len(lead)
         if len(axes) != len(lead) or any(a not in (1, b) for a, b in zip(axes, lead, strict=True)):
-            message = f"{name} must have shape ({length},), or {wanted} with axes of 1, got {shape}"
-            raise ValueError(message)
+            raise ValueError(
+                f"{name} must have shape ({length},), or {wanted} with axes of 1, got {shape}"
+            )
 
 
 def prepare_output(out: Any, shape: tuple[int, ...], inputs: Inputs, block_size: int) -> int:
     """Check the output, reserve its space on disk, and return the block size that suits it."""
     _check_sliceable("out", out)
     if tuple(out.shape) != shape:
-        message = f"out must have shape {shape}, got {tuple(out.shape)}"
-        raise ValueError(message)
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
     wanted = dtype_name(inputs.query.dtype)
     if dtype_name(out.dtype) != wanted:
-        message = f"out must have the dtype of query, {wanted}, got {out.dtype}"
-        raise ValueError(message)
+        raise ValueError(f"out must have the dtype of query, {wanted}, got {out.dtype}")
     read_only = isinstance(out, np.ndarray) and not out.flags.writeable
     if read_only or not hasattr(out, "__setitem__"):
-        message = "out must be writable, got a read-only one; open it with mode 'r+'"
-        raise ValueError(message)
+        raise ValueError("out must be writable, got a read-only one; open it with mode 'r+'")
     _reserve(out)
     # Another block must never touch a chunk again that holds finished rows.
     chunks = getattr(out, "shards", None) or getattr(out, "chunks", None)

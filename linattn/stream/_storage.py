@@ -91,21 +91,19 @@ def check_storage(
     for (name, array), (_, parts) in zip(given, found[1:], strict=True):
         where = "one array" if out is array else _overlap(found[0][1], parts)
         if where:
-            message = (
+            raise ValueError(
                 f"out must not overlap {name}, got both in {where}: rows would be read after they "
                 f"were overwritten; write to another array"
             )
-            raise ValueError(message)
     path = None if checkpoint is None else checked_path(checkpoint)
     if path is None or not os.path.exists(path):
         return
     for name, parts in found:
         if _overlap([_file(path)], parts):
-            message = (
+            raise ValueError(
                 f"checkpoint must be a file of its own, got {path}, which holds {name}; name "
                 f"another"
             )
-            raise ValueError(message)
 
 
 def _overlap(first: list[Part], second: list[Part]) -> str:

@@ -20,8 +20,7 @@ from importlib.util import find_spec
 from linattn._extras import remedy
 
 if find_spec("hypothesis") is None:
-    _message = f"linattn.testing needs hypothesis: {remedy('testing')}"
-    raise ImportError(_message)
+    raise ImportError(f"linattn.testing needs hypothesis: {remedy('testing')}")
 
 from linattn.testing import batteries, moments, statistics, strategies
 from linattn.testing._draws import standard_pairs

@@ -105,8 +105,7 @@ def cases_of(
 ) -> list[Case]:
     """Return inputs of which every two of length, heads and dtype come together."""
     if feature_map is None and attention is None:
-        message = "want a feature_map, or attention= (query, key, value, **options)"
-        raise TypeError(message)
+        raise TypeError("want a feature_map, or attention= (query, key, value, **options)")
     check_map_or(feature_map, "attention", attention, "(query, key, value, **options)")
     lengths = list(length) if isinstance(length, Sequence) else [length]
     dtypes = [dtype] if isinstance(dtype, str) else list(dtype)
@@ -114,12 +113,10 @@ def cases_of(
         check_not_empty(name, values)
     for number in lengths:
         if isinstance(number, int) and number < 2:
-            message = f"length must be at least 2 tokens, got {number}"
-            raise ValueError(message)
+            raise ValueError(f"length must be at least 2 tokens, got {number}")
         _checks.check_positive_int("length", number)
     if not set(dtypes) <= set(RTOL):
-        message = f"dtype must be of {', '.join(RTOL)}, got {dtype!r}"
-        raise ValueError(message)
+        raise ValueError(f"dtype must be of {', '.join(RTOL)}, got {dtype!r}")
     leads: Sequence[tuple[int, ...]] = [(number,) if number else () for number in heads]
     if feature_map is not None:
         dim = getattr(feature_map, "dim", None) or 4

@@ -71,8 +71,7 @@ def arity_of(draw: Any, allowed: tuple[int, ...], call: str) -> int:
     taken = [p for p in parameters if p.kind in kinds]
     required = sum(p.default is p.empty for p in taken)
     if not callable(draw) or required not in allowed:
-        message = f"draw must be a function {call}, got {draw!r}; wrap yours in a lambda"
-        raise TypeError(message)
+        raise TypeError(f"draw must be a function {call}, got {draw!r}; wrap yours in a lambda")
     return required
 
 

@@ -38,27 +38,24 @@ class MapSource:
             if _redraws(map_or_factory, self.rng):
                 self.factory = map_or_factory.redraw
             elif getattr(map_or_factory, "projection", None) is not None:
-                message = (
+                raise UntestableError(
                     f"map_or_factory must be a map that can be redrawn, or factory(rng) that makes "
                     f"one, got {map_or_factory!r}, whose projection was given: one draw shows "
                     f"nothing of a mean"
                 )
-                raise UntestableError(message)
         elif callable(map_or_factory):
             self.factory = map_or_factory
             self.first = _first_of(map_or_factory, self.rng)
             if not _is_map(self.first):
-                message = (
+                raise TypeError(
                     f"map_or_factory must be a feature map or factory(rng) that returns one, got "
                     f"a callable that returns {type(self.first).__name__}"
                 )
-                raise TypeError(message)
         else:
-            message = (
+            raise TypeError(
                 f"map_or_factory must be a feature map, with num_features, query_features and "
                 f"key_features, or factory(rng) that makes one, got {name_of(map_or_factory)}"
             )
-            raise TypeError(message)
 
     @property
     def is_random(self) -> bool:
@@ -90,8 +87,9 @@ def _first_of(factory: Any, rng: np.random.Generator) -> Any:
     try:
         inspect.signature(factory).bind(rng)
     except TypeError as error:
-        message = f"{wanted}, got {name}, which does not take one argument: {error}"
-        raise TypeError(message) from None
+        raise TypeError(
+            f"{wanted}, got {name}, which does not take one argument: {error}"
+        ) from None
     except ValueError:  # some built-in functions have no signature
         pass
     try:
@@ -99,8 +97,9 @@ def _first_of(factory: Any, rng: np.random.Generator) -> Any:
     except (TypeError, ValueError) as error:
         if not isinstance(factory, type):
             raise
-        message = f"{wanted}, got the class {name}; make one, {name}(...): {error}"
-        raise TypeError(message) from error
+        raise TypeError(
+            f"{wanted}, got the class {name}; make one, {name}(...): {error}"
+        ) from error
 
 
 def check_map_or(
@@ -144,29 +143,25 @@ def checked_features(feature_map: Any, side: str, x: Array) -> Features:
     what = f"{type(feature_map).__name__}.{side}"
     features = getattr(feature_map, side)(x)
     if not (isinstance(features, tuple) and len(features) == 2):
-        message = (
+        raise MalformedFeaturesError(
             f"{what} must return Features(log, values), got {type(features).__name__}; for an "
             f"array of features return Features(None, array), for the logarithms of features "
             f"Features(logarithms, None)"
         )
-        raise MalformedFeaturesError(message)
     log, values = features
     widths = {"log": log, "values": values}
     for name, part in widths.items():
         if part is not None and (np.ndim(part) < 2 or np.shape(part)[-2] != x.shape[-2]):
-            message = (
+            raise MalformedFeaturesError(
                 f"{what} must return {name} of shape (..., {x.shape[-2]}, features) for vectors of "
                 f"shape {tuple(x.shape)}, got {np.shape(part)}"
             )
-            raise MalformedFeaturesError(message)
     if log is None and values is None:
-        message = f"{what} must return a log or values, got None for both"
-        raise MalformedFeaturesError(message)
+        raise MalformedFeaturesError(f"{what} must return a log or values, got None for both")
     if log is not None and values is not None and np.shape(log)[-1] != 1:
-        message = (
+        raise MalformedFeaturesError(
             f"{what} must return a log of shape (..., n, 1) beside values, got {np.shape(log)}"
         )
-        raise MalformedFeaturesError(message)
     return Features(log, values)
 
 
@@ -193,11 +188,10 @@ def feature_products(feature_map: Any, x: Array, y: Array) -> Floats:
     query = checked_features(feature_map, "query_features", x)
     key = checked_features(feature_map, "key_features", y)
     if width(query) != width(key):
-        message = (
+        raise MalformedFeaturesError(
             f"query_features and key_features must give as many features, got {width(query)} and "
             f"{width(key)}"
         )
-        raise MalformedFeaturesError(message)
     (log_x, unit_x), (log_y, unit_y) = _logs_and_values(query), _logs_and_values(key)
     products = np.matmul(unit_x, np.swapaxes(unit_y, -1, -2))
     with np.errstate(over="ignore"):
@@ -235,24 +229,21 @@ def need_pair_kernel(feature_map: Any) -> None:
     """Raise an error for maps whose estimate for a pair depends on other keys."""
     spec, name = _query_spec(feature_map), type(feature_map).__name__
     if isinstance(spec, ColumnNormalized):
-        message = (
+        raise UntestableError(
             f"the weights of {name} depend on all keys, each column being divided by its own "
             f"normalizer: a pair has no estimate of its own"
         )
-        raise UntestableError(message)
     if isinstance(spec, SeparateDenominator):
-        message = (
+        raise UntestableError(
             f"{name} has features for numerators and others for denominators: a pair has two "
             f"estimates"
         )
-        raise UntestableError(message)
 
 
 def need_one_denominator(feature_map: Any) -> None:
     """Refuse maps whose denominators are not the sums of the weights of their numerators."""
     if isinstance(_query_spec(feature_map), SeparateDenominator):
-        message = f"{type(feature_map).__name__} divides by the sum of other weights"
-        raise UntestableError(message)
+        raise UntestableError(f"{type(feature_map).__name__} divides by the sum of other weights")
 
 
 def _query_spec(feature_map: Any) -> Any:

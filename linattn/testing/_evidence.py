@@ -88,8 +88,7 @@ class Evidence:
 
 def fail(check: str, message: str) -> NoReturn:
     """Raise what every assertion raises; the message begins with its name."""
-    text = f"{check}: {message}"
-    raise AssertionError(text)
+    raise AssertionError(f"{check}: {message}")
 
 
 def on_host(array: Any) -> NDArray[np.float64]:
@@ -100,8 +99,7 @@ def on_host(array: Any) -> NDArray[np.float64]:
 def assert_close(check: str, what: str, actual: Any, expected: Any, rtol: float) -> None:
     """Compare on the scale of the largest entry; NaN and inf never pass."""
     if not 0 < rtol < 1:
-        message = f"rtol must be between 0 and 1, got {rtol!r}"
-        raise ValueError(message)
+        raise ValueError(f"rtol must be between 0 and 1, got {rtol!r}")
     got, want = on_host(actual), on_host(expected)
     if got.shape != want.shape:
         fail(check, f"{what}: want shape {want.shape}, got {got.shape}")
@@ -119,15 +117,13 @@ def name_of(given: Any) -> str:
 def check_function(name: str, function: Any, call: str) -> None:
     """Reject what cannot be called as ``call`` says: a class makes an object, not a result."""
     if isinstance(function, type) or not callable(function):
-        message = f"{name} must be a function {call}, got {name_of(function)}"
-        raise TypeError(message)
+        raise TypeError(f"{name} must be a function {call}, got {name_of(function)}")
 
 
 def check_not_empty(name: str, values: Sized) -> None:
     """Raise an error for an empty sequence: a check of nothing cannot fail."""
     if not len(values):
-        message = f"{name} must not be empty: what is tried on nothing cannot fail"
-        raise ValueError(message)
+        raise ValueError(f"{name} must not be empty: what is tried on nothing cannot fail")
 
 
 def largest(array: ArrayLike) -> float:

@@ -158,8 +158,7 @@ def _determinant(matrices: list[Floats], rotations: bool, share: float) -> Evide
         else:
             found.append(assert_stated(f"determinant of {_shape(Q)}", signs, 0.0, 1.0, share))
     if not found:
-        message = "no matrix is square"
-        raise UntestableError(message)
+        raise UntestableError("no matrix is square")
     return weakest("determinant", found)
 
 
@@ -182,8 +181,7 @@ def _orthogonal_draws(
         size = (num, dim)[-(arity - 1) :]
         Q = np.stack([on_host(draw(*size, rng)) for _ in range(num_draws)])
         if Q.shape[1:] != (num, dim):
-            message = f"draw must return a matrix of shape {(num, dim)}, got {Q.shape[1:]}"
-            raise ValueError(message)
+            raise ValueError(f"draw must return a matrix of shape {(num, dim)}, got {Q.shape[1:]}")
         drawn.append(Q)
     return drawn
 

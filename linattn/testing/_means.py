@@ -111,8 +111,9 @@ def smallest_count(bias: float, share: Callable[[int], float]) -> int:
     while not share(high) <= bias:
         high *= 2
         if high > MAX_DRAWS:
-            message = f"bias must be large enough for {MAX_DRAWS:,} draws to show it, got {bias!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"bias must be large enough for {MAX_DRAWS:,} draws to show it, got {bias!r}"
+            )
     low = high // 2
     while high - low > max(1, high // 100):
         middle = (low + high) // 2

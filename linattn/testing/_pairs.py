@@ -41,11 +41,10 @@ class Pairs:
         if self.given:
             xp, (x, y) = _checks.check_arrays(x=x, y=y)
             if tuple(x.shape) != tuple(y.shape) or x.ndim != 2:
-                message = (
+                raise ValueError(
                     f"x and y must be pairs of shape (pairs, dim), got shapes {tuple(x.shape)} and "
                     f"{tuple(y.shape)}"
                 )
-                raise ValueError(message)
         else:
             scale = float(getattr(feature_map, "scale", 1.0))
             dim = getattr(feature_map, "dim", None) or 4
@@ -96,11 +95,10 @@ class Pairs:
             return np.broadcast_to(made, (num,)).reshape(num, *(1 for _ in heads))
         if made.shape in (lead, (*lead, 1), (*lead, 1, 1)):
             return made.reshape(lead)
-        message = (
+        raise ValueError(
             f"{name} must be a number for each of {num} pairs, ({num},) or {(*lead, 1, 1)}, got "
             f"shape {made.shape}"
         )
-        raise ValueError(message)
 
     def keep(self, wanted: NDArray[np.bool_]) -> NDArray[np.intp]:
         """Keep the pairs (first axis) that are wanted for every head; return their indices."""
@@ -160,11 +158,10 @@ def _numbers(name: str, claim: Any) -> Floats:
     try:
         return on_host(claim) if hasattr(claim, "shape") else np.array(claim, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        message = (
+        raise TypeError(
             f"{name} must be a callable (x, y), or a number for each pair, got "
             f"{type(claim).__name__}"
-        )
-        raise TypeError(message) from error
+        ) from error
 
 
 def claim_or_method(feature_map: Any, name: str, claim: Any, argument: str) -> Any:
@@ -173,11 +170,10 @@ def claim_or_method(feature_map: Any, name: str, claim: Any, argument: str) -> A
         return claim
     method = getattr(feature_map, name, None)
     if method is None:
-        message = (
+        raise UntestableError(
             f"{argument} must be given: {type(feature_map).__name__} has no method {name}(x, y); "
             f"want a callable (x, y), or a number for each pair"
         )
-        raise UntestableError(message)
     return method
 
 
@@ -227,11 +223,11 @@ def evaluate(pairs: Pairs, name: str, claim: Any) -> Floats:
     try:
         claimed = pairs.claim(claim, name)
     except NotImplementedError as error:
-        message = f"{name}= must be given: {error}"
-        raise UntestableError(message) from error
+        raise UntestableError(f"{name}= must be given: {error}") from error
     if np.any(np.isnan(claimed)):
-        message = f"{name} must not be NaN, got NaN for {int(np.sum(np.isnan(claimed)))} pairs"
-        raise ValueError(message)
+        raise ValueError(
+            f"{name} must not be NaN, got NaN for {int(np.sum(np.isnan(claimed)))} pairs"
+        )
     return claimed
 
 
@@ -239,8 +235,7 @@ def checked_variance(pairs: Pairs, claim: Any, expected: Floats) -> Floats:
     """Evaluate a variance at the pairs; below 0 only rounding may bring it."""
     variance = evaluate(pairs, "variance", claim)
     if not np.all(variance >= -pairs.rounding * np.maximum(expected**2, np.abs(variance))):
-        message = f"variance must not be negative or NaN, got {np.min(variance):.3g}"
-        raise ValueError(message)
+        raise ValueError(f"variance must not be negative or NaN, got {np.min(variance):.3g}")
     return np.maximum(variance, 0)
 
 
@@ -254,20 +249,18 @@ def check_power(pairs: Pairs, detectable: Floats, moving: NDArray[np.bool_]) -> 
     exponential = all(getattr(feature_map, name, False) for name in ("softmax_kernel", "positive"))
     v = pairs.sq_norms()
     if pairs.given and exponential and np.max(v) > MAX_SQUARE_NORM:
-        message = (
+        raise UntestableError(
             f"x and y must have v = scale |x + y|^2 of at most {MAX_SQUARE_NORM:g}, got "
             f"{np.max(v):.3g}: beyond it a few huge draws make up the mean of positive features, "
             f"and no test of means is valid; use shorter vectors"
         )
-        raise UntestableError(message)
     num = detectable.shape[0]
     worst = np.max(detectable.reshape(num, -1), axis=-1)
     moves = np.any(moving.reshape(num, -1), axis=-1)
     decisive = np.min(worst[moves]) if np.any(moves) and not pairs.given else np.max(worst)
     if decisive >= pairs.blind:
         could = f"a relative bias of {decisive:.3g}" if decisive < np.inf else "any bias"
-        message = (
+        raise UntestableError(
             f"num_draws is too small, or x and y too long: {could} could pass; want more draws, "
             f"more features or shorter vectors"
         )
-        raise UntestableError(message)

@@ -199,10 +199,9 @@ def _bfloat16(array: Any) -> Any:
     """Cast an array of float32, unless ``asarray`` has done that."""
     xp = _arrays.namespace(array)
     if xp.__name__.endswith("numpy") and "bfloat16" not in np.sctypeDict:
-        message = (
+        raise ValueError(
             "dtype='bfloat16' needs asarray=torch.from_numpy or another library's; or ml_dtypes"
         )
-        raise ValueError(message)
     return xp.astype(array, getattr(xp, "bfloat16", "bfloat16"))
 
 
@@ -446,8 +445,7 @@ def _strided(kernel: Kernel) -> str:
     except AssertionError:
         raise
     except Exception as error:  # an error is an answer, whatever it is
-        message = f"rejected: {type(error).__name__}: {error}"
-        raise UntestableError(message) from error
+        raise UntestableError(f"rejected: {type(error).__name__}: {error}") from error
     return "every second number of larger arrays"
 
 

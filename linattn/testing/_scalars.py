@@ -144,8 +144,7 @@ def stochastic_rounding(
     """
     arity_of(draw, (2,), "(x, rng) -> rounded x")
     if isinstance(grid, str) and grid not in GRIDS:
-        message = f"grid must be one of {', '.join(GRIDS)} or a callable, got {grid!r}"
-        raise ValueError(message)
+        raise ValueError(f"grid must be one of {', '.join(GRIDS)} or a callable, got {grid!r}")
     neighbours = GRIDS[grid] if isinstance(grid, str) else grid
     generator = as_generator(rng)
 
@@ -154,8 +153,7 @@ def stochastic_rounding(
         drawn = [on_host(draw(x.astype(np.float32), generator)) for _ in range(num_draws)]
         draws = np.stack(drawn)
         if draws.shape[1:] != x.shape:
-            message = f"draw must return an array of shape {x.shape}, got {draws.shape[1:]}"
-            raise ValueError(message)
+            raise ValueError(f"draw must return an array of shape {x.shape}, got {draws.shape[1:]}")
         wrong = np.argwhere((draws != low) & (draws != high))
         if len(wrong):
             draw_index, at = (int(i) for i in wrong[0])

@@ -266,8 +266,7 @@ def normalized(
             phi[:, part] @ psi[:, part].T / K for part in (slice(half), slice(half, None))
         )
         if not np.all(second > 0):
-            message = "features must be positive: sums that are divided by may cancel"
-            raise UntestableError(message)
+            raise UntestableError("features must be positive: sums that are divided by may cancel")
         return np.asarray((first[:, 1:] - first[:, :1]) / np.mean(second, axis=-1, keepdims=True))
 
     def compare() -> Evidence:

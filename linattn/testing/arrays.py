@@ -119,8 +119,7 @@ def assert_inputs_unchanged(function: Callable[..., Any], *arrays: Array) -> Evi
     check_not_empty("arrays", arrays)
     for index, array in enumerate(arrays):
         if not array_api_compat.is_array_api_obj(array):
-            message = f"arrays[{index}] must be an array, got {name_of(array)}"
-            raise TypeError(message)
+            raise TypeError(f"arrays[{index}] must be an array, got {name_of(array)}")
     before = [on_host(array) for array in arrays]
     function(*arrays)
     for index, (array, old) in enumerate(zip(arrays, before, strict=True)):
@@ -159,8 +158,7 @@ def assert_picklable(feature_map: FeatureMap, *, rng: Seed = 0) -> Evidence:
     """
     check = "assert_picklable"
     if feature_map is None:
-        message = "feature_map must be a feature map, got None"
-        raise TypeError(message)
+        raise TypeError("feature_map must be a feature map, got None")
     check_map_or(feature_map, "")
     dim = getattr(feature_map, "dim", None) or 4
     x = as_generator(rng).standard_normal((5, dim))

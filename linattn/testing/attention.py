@@ -169,8 +169,7 @@ def assert_streaming(
     """
     cases = cases_of("assert_streaming", feature_map, attention, **inputs)
     if step is None and feature_map is None:
-        message = "want step= (query, key, value, state) beside attention="
-        raise TypeError(message)
+        raise TypeError("want step= (query, key, value, state) beside attention=")
     known: Any = feature_map
     step_function: Any = linattn.decode_step
     take: Any = step or (lambda *token: step_function(*token, known))
@@ -344,8 +343,7 @@ def assert_merge_associative(
     functions = {"reduce": reduce, "merge": merge, "read": read}
     if feature_map is None and None in functions.values():
         missing = [name for name, function in functions.items() if function is None]
-        message = f"want a feature_map, or {', '.join(missing)}= as well"
-        raise TypeError(message)
+        raise TypeError(f"want a feature_map, or {', '.join(missing)}= as well")
     inputs.setdefault("length", (11, 110))
     cases = cases_of(check, feature_map, linattn.linear_attention, **inputs)
     known: Any = feature_map

@@ -187,15 +187,13 @@ def check_backend(
     True
     """
     if not isinstance(module, ModuleType):
-        message = f"module must be a module, got {name_of(module)}"
-        raise TypeError(message)
+        raise TypeError(f"module must be a module, got {name_of(module)}")
     check_on_fail(on_fail)
     count = check_positive_int("num_problems", num_problems)
     check_not_empty("dtypes", dtypes)
     for dtype in dtypes:
         if dtype not in RTOL:
-            message = f"dtypes must be of 'float32' and 'float64', got {dtype!r}"
-            raise ValueError(message)
+            raise ValueError(f"dtypes must be of 'float32' and 'float64', got {dtype!r}")
     generator = as_generator(rng)
     functions = dict(_public_functions(module))
     known = [name for name in (*WHOLE_CHECKS, *REFERENCES) if name in functions]

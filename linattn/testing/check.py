@@ -217,18 +217,15 @@ class _Subject:
     def need_random(self) -> None:
         self.need_source()
         if not MapSource(self.source, 0).is_random:
-            message = "the map is deterministic"
-            raise UntestableError(message)
+            raise UntestableError("the map is deterministic")
 
     def need_causal(self) -> None:
         if not getattr(self.feature_map, "causal", True):
-            message = "the map has seen the whole sequence (causal is False)"
-            raise UntestableError(message)
+            raise UntestableError("the map has seen the whole sequence (causal is False)")
 
     def need_no_positions(self) -> None:
         if has_positions(self.feature_map, self.dim):
-            message = "features depend on the position"
-            raise UntestableError(message)
+            raise UntestableError("features depend on the position")
 
 
 def _features(subject: _Subject) -> Evidence:
@@ -295,12 +292,11 @@ def _mean(subject: _Subject) -> Evidence:
         evidence = assert_mean(subject.source, **claims)
         evidence = replace(evidence, detail=f"biased as it says; {evidence.detail}")
     if evidence.detectable_sd > MAX_BIAS_IN_SD:
-        message = (
+        raise UntestableError(
             f"num_draws is too small: a bias of {evidence.detectable_sd:.2g} standard deviations "
             f"of one draw could pass, want at most {MAX_BIAS_IN_SD:g}; "
             f"{_enough(subject, evidence)}"
         )
-        raise UntestableError(message)
     return evidence
 
 
@@ -352,11 +348,10 @@ def _namespace(subject: _Subject) -> Evidence:
         except Exception as error:
             if isinstance(error, AssertionError) or _is_ours(subject.feature_map):
                 raise
-            message = (
+            raise UntestableError(
                 f"out as in: NumPy's {', '.join(names)}; the map does not take arrays of "
                 f"array-api-strict: {type(error).__name__}: {error}"
-            )
-            raise UntestableError(message) from error
+            ) from error
         names.append("array-api-strict")
     return Evidence("namespace", f"out as in: {', '.join(names)}")
 
@@ -412,8 +407,9 @@ def _inputs(subject: _Subject) -> Evidence:
 
 def _pickle(subject: _Subject) -> Evidence:
     if "<locals>" in type(subject.feature_map).__qualname__:
-        message = "the class of the map is made inside a function, where pickle finds none"
-        raise UntestableError(message)
+        raise UntestableError(
+            "the class of the map is made inside a function, where pickle finds none"
+        )
     return assert_picklable(subject.feature_map)
 
 
@@ -509,8 +505,9 @@ def check_feature_map(
     """
     unknown = sorted(set(skip) - set(CHECKS))
     if unknown:
-        message = f"skip must name checks out of {', '.join(CHECKS)}, got {', '.join(unknown)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"skip must name checks out of {', '.join(CHECKS)}, got {', '.join(unknown)}"
+        )
     check_on_fail(on_fail)
     generator = as_generator(rng)
     statistics = {
@@ -539,8 +536,7 @@ def check_feature_map(
 def check_on_fail(on_fail: str) -> None:
     """Refuse anything but "raise" and "return", before any work."""
     if on_fail not in ("raise", "return"):
-        message = f"on_fail must be 'raise' or 'return', got {on_fail!r}"
-        raise ValueError(message)
+        raise ValueError(f"on_fail must be 'raise' or 'return', got {on_fail!r}")
 
 
 _R = TypeVar("_R", bound=Report)

@@ -338,13 +338,13 @@ def assert_variance(
     """
     check = "assert_variance"
     if relation not in ("equal", "at_most"):
-        message = f"relation must be 'equal' or 'at_most', got {relation!r}"
-        raise ValueError(message)
+        raise ValueError(f"relation must be 'equal' or 'at_most', got {relation!r}")
     _checks.check_positive_int("num_draws", num_draws)
     source = MapSource(map_or_factory, rng)
     if not source.is_random:
-        message = "map_or_factory must be random: a map with redraw(rng), or factory(rng)"
-        raise UntestableError(message)
+        raise UntestableError(
+            "map_or_factory must be random: a map with redraw(rng), or factory(rng)"
+        )
     pairs = Pairs(source, x, y)
     mean, variance = _claimed_moments(pairs, mean, variance)
     given = kurtosis is not None
@@ -361,11 +361,10 @@ def assert_variance(
     )
     smallest = float(np.min(detectable))
     if smallest >= 1:
-        message = (
+        raise UntestableError(
             f"num_draws is too small: a variance {1 + smallest:.3g} times the claim could pass at "
             f"every pair"
         )
-        raise UntestableError(message)
     test = score_test(
         squares - variance,
         (tails - 1) * variance**2,
@@ -390,8 +389,7 @@ def _claimed_moments(pairs: Pairs, mean: Any, variance: Any) -> tuple[Floats, Fl
     check_power(pairs, np.zeros_like(variance), moving)
     index = pairs.keep(moving & (pairs.given | (variance < 50 * expected**2)))
     if not index.size:
-        message = "x and y must have pairs at which the claimed variance is not 0"
-        raise UntestableError(message)
+        raise UntestableError("x and y must have pairs at which the claimed variance is not 0")
     return expected[index], variance[index]
 
 
@@ -413,8 +411,7 @@ def _pilot_kurtosis(squares: Floats) -> tuple[Floats, Floats]:
     num_draws = squares.shape[0]
     num = num_draws - num_draws // 4
     if num == num_draws:
-        message = f"num_draws is too small to know the kurtosis, got {num_draws}"
-        raise UntestableError(message)
+        raise UntestableError(f"num_draws is too small to know the kurtosis, got {num_draws}")
     pilot = squares[num:]
     return squares[:num], 2 * np.mean(pilot**2, axis=0) / np.mean(pilot, axis=0) ** 2
 

@@ -174,8 +174,9 @@ def assert_draws(
         )
         fail(check, message)
     if np.all(draws == draws[0]) and not np.all(np.abs(draws[0] - want) <= slack):
-        message = "every draw is the same; draw(rng) must take its random numbers from rng"
-        raise UntestableError(message)
+        raise UntestableError(
+            "every draw is the same; draw(rng) must take its random numbers from rng"
+        )
     note = "" if noise.variance is not None else f" ({power.origin})"
     in_sd = in_standard_deviations(share * scale, draws, want, power.variance)
     return Evidence(
@@ -231,8 +232,7 @@ def draws_for(
     if guess is None and noise.bounds is not None:
         guess = (want - noise.bounds[0]) * (noise.bounds[1] - want)
     if guess is None:
-        message = "variance must be given beside kurtosis: a guess of that of one draw"
-        raise UntestableError(message)
+        raise UntestableError("variance must be given beside kurtosis: a guess of that of one draw")
     typical = np.broadcast_to(guess, want.shape)
 
     def share(n: int) -> float:
@@ -257,11 +257,10 @@ class _Draws:
             drawn = self.draw(self.rng)
             array = _numbers("draw(rng)", drawn)
             if array.shape != self.expected.shape:
-                message = (
+                raise ValueError(
                     f"draw must return arrays of the shape of expected, {self.expected.shape}, got "
                     f"shape {array.shape}"
                 )
-                raise ValueError(message)
             draws[i] = array
         is_narrow = getattr(getattr(drawn, "dtype", None), "itemsize", 8) < 8
         return draws.astype(np.float32) if is_narrow else draws
@@ -289,11 +288,10 @@ def _numbers(name: str, given: Any) -> Floats:
     else:
         host = np.asarray(_arrays.to_numpy(given))
     if host.dtype.kind not in "biuf" and "float" not in str(host.dtype):
-        message = (
+        raise TypeError(
             f"{name} must be real numbers, got {host.dtype}; give the real and the imaginary part "
             f"of complex numbers as two entries"
         )
-        raise TypeError(message)
     return host.astype(np.float64)
 
 
@@ -305,29 +303,26 @@ def _claim(want: Floats, variance: Any, bounds: Any, kurtosis: float | None) -> 
         if claim is not None
     ]
     if not given:
-        message = (
+        raise UntestableError(
             "one of variance=, bounds= or kurtosis= must be given: without any, no test of a mean "
             "is valid; where nothing is known try kurtosis=25"
         )
-        raise UntestableError(message)
     if len(given) > 1:
-        message = f"one of variance=, bounds= or kurtosis= must be given, got {' and '.join(given)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"one of variance=, bounds= or kurtosis= must be given, got {' and '.join(given)}"
+        )
     if not np.all(np.isfinite(want)):
-        message = "expected must be finite, got NaN or inf: no mean is"
-        raise ValueError(message)
+        raise ValueError("expected must be finite, got NaN or inf: no mean is")
     if kurtosis is not None:
         return Noise(kurtosis=float(kurtosis))
     if bounds is not None:
         low, high = (_for_each("bounds", limit, want) for limit in bounds)
         if not np.all((low <= want) & (want <= high)):
-            message = "bounds must be (smallest, largest) with expected between them"
-            raise ValueError(message)
+            raise ValueError("bounds must be (smallest, largest) with expected between them")
         return Noise(bounds=(low, high))
     stated = _for_each("variance", variance, want)
     if not np.all(stated >= 0):
-        message = f"variance must not be negative or NaN, got {float(np.min(stated)):.3g}"
-        raise ValueError(message)
+        raise ValueError(f"variance must not be negative or NaN, got {float(np.min(stated)):.3g}")
     return Noise(variance=stated)
 
 
@@ -336,11 +331,10 @@ def _for_each(name: str, claim: Any, want: Floats) -> Floats:
     try:
         return np.broadcast_to(numbers, want.shape)
     except ValueError:
-        message = (
+        raise ValueError(
             f"{name} must be a number, or one for each entry of expected {want.shape}, got shape "
             f"{numbers.shape}"
-        )
-        raise ValueError(message) from None
+        ) from None
 
 
 def _too_few(
@@ -356,9 +350,8 @@ def _too_few(
         return float(np.max(detectable_share(scale_of(want, seen), power)))
 
     where = f" at entry {at}" if at else ""
-    message = (
+    raise UntestableError(
         f"num_draws is too small, got {num_draws}: {could} could pass{where}; num_draws of about "
         f"{smallest_count(0.5, of_draws):,} would show a bias of 50 %; "
         f"linattn.testing.draws_for plans"
     )
-    raise UntestableError(message)

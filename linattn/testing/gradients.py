@@ -86,8 +86,7 @@ def assert_gradient(
     named = {f"arrays[{index}]": array for index, array in enumerate(arrays)}
     xp, _ = _checks.check_arrays(1, **named)
     if arrays[0].dtype != xp.float64:
-        message = f"arrays must be float64 for finite differences, got {arrays[0].dtype}"
-        raise TypeError(message)
+        raise TypeError(f"arrays must be float64 for finite differences, got {arrays[0].dtype}")
     generator = as_generator(rng)
     device = array_api_compat.device(arrays[0])
     expected = on_host(function(*arrays))

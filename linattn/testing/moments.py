@@ -187,11 +187,10 @@ def block_kurtosis(
     """
     orthogonal = check_flag("orthogonal", orthogonal)
     if kind not in KINDS or not sq_norm >= 1e-3 or not A < 1 / 16:
-        message = (
+        raise ValueError(
             f"want a kind of {KINDS}, sq_norm of at least 1e-3 and A below 1/16, got {kind!r}, "
             f"{sq_norm} and {A}"
         )
-        raise ValueError(message)
     block = dim if orthogonal else 1
     blocks, rest = divmod(num, block)
     second, fourth = _cumulants(kind, block, sq_norm, dim, A)

@@ -190,12 +190,10 @@ def check_recurrence(
         *(("skip", check, tuple(CHECKS)) for check in skip),
     ):
         if value not in known:
-            message = f"{name} must be one of {', '.join(known)}, got {value!r}"
-            raise ValueError(message)
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     if isinstance(layout, str):
         if layout not in LAYOUTS:
-            message = f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}"
-            raise ValueError(message)
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
         layout = LAYOUTS[layout]
     for name, size in (
         ("dim", dim),

@@ -81,8 +81,7 @@ def assert_rollback(
         lead = (2, *lead_axes(feature_map, dim))
         begin, step, snapshot = _decoding(feature_map, lead, dim, dtype)
     if begin is None or step is None or snapshot is None:
-        message = "want a feature_map, or begin=, step= and snapshot="
-        raise TypeError(message)
+        raise TypeError("want a feature_map, or begin=, step= and snapshot=")
     check_function("step", step, "(stream, query, key, value) -> output")
     # A class makes a stream as well as a function does.
     for name, makes, call in (

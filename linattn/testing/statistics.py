@@ -83,8 +83,7 @@ class AtMostTest(NamedTuple):
 def _check_rate(name: str, rate: float) -> float:
     """Check a probability strictly between 0 and 1."""
     if not (isinstance(rate, float) and 0 < rate < 1):
-        message = f"{name} must be a float between 0 and 1, got {rate!r}"
-        raise ValueError(message)
+        raise ValueError(f"{name} must be a float between 0 and 1, got {rate!r}")
     return rate
 
 
@@ -164,8 +163,7 @@ def score_test(
     True
     """
     if side not in ("both", "above"):
-        message = f"side must be 'both' or 'above', got {side!r}"
-        raise ValueError(message)
+        raise ValueError(f"side must be 'both' or 'above', got {side!r}")
     d = np.asarray(deviations, dtype=np.float64)
     n, sides = d.shape[0], 2 if side == "both" else 1
     L = _log_odds(false_alarm_rate, max(1, d[0].size), sides)
@@ -234,8 +232,7 @@ def betting_test(
     d = np.asarray(deviations, dtype=np.float64)
     b = np.asarray(bound, dtype=np.float64)
     if np.any(np.abs(d) > b * (1 + 1e-9)):
-        message = f"deviations must be at most bound, got {np.max(np.abs(d) - b):.3g} more"
-        raise ValueError(message)
+        raise ValueError(f"deviations must be at most bound, got {np.max(np.abs(d) - b):.3g} more")
     n = d.shape[0]
     L = _log_odds(false_alarm_rate, max(1, d[0].size), 2)
     before = np.cumsum(d * d, axis=0) - d * d
@@ -300,8 +297,7 @@ def variance_factor(
     """``1 / (kappa q)`` of :func:`variance_bound`; inf where the draws are too few."""
     _check_rate("false_alarm_rate", false_alarm_rate)
     if not kurtosis > 1:
-        message = f"kurtosis must be above 1, got {kurtosis!r}"
-        raise ValueError(message)
+        raise ValueError(f"kurtosis must be above 1, got {kurtosis!r}")
     p, need = 1 / kurtosis, _log_odds(false_alarm_rate, num_tests, 1) / num_draws
     low, high = 0.0, p
     for _ in range(60):
@@ -506,8 +502,9 @@ def moment_bound(
     """
     _check_rate("false_alarm_rate", false_alarm_rate)
     if len(central_moments) < 3:
-        message = f"central_moments must have at least 3 entries, got {len(central_moments)}"
-        raise ValueError(message)
+        raise ValueError(
+            f"central_moments must have at least 3 entries, got {len(central_moments)}"
+        )
     # The series of E exp(t (X - mu) sqrt(n) / n sigma): in standard errors nothing overflows early.
     unit = sqrt(central_moments[2] * num_draws)
     a = [_over(m, k, unit) for k, m in enumerate(central_moments)]

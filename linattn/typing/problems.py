@@ -342,8 +342,7 @@ class Problem:
         """Copy with other values of some attributes, in 1 us instead of the 9 of ``replace``."""
         if not changes.keys() <= self.__dict__.keys():
             unknown = sorted(changes.keys() - self.__dict__.keys())
-            message = f"changes must name attributes of a problem, got {', '.join(unknown)}"
-            raise TypeError(message)
+            raise TypeError(f"changes must name attributes of a problem, got {', '.join(unknown)}")
         other = object.__new__(Problem)
         other.__dict__.update(self.__dict__, plans=None)
         other.__dict__.update(changes)

@@ -76,8 +76,7 @@ def line_of_ci(beginning: str) -> str:
     commands = [line.removeprefix(".venv/bin/") for line in lines if line.startswith(".venv/bin/")]
     found = [command for command in commands if command.startswith(beginning)]
     if len(found) != 1:
-        message = f".ci/run has {len(found)} commands that begin with {beginning!r}"
-        raise SystemExit(message)
+        raise SystemExit(f".ci/run has {len(found)} commands that begin with {beginning!r}")
     return found[0]
 
 
@@ -92,11 +91,10 @@ def planted(tree: Tree, defect: dict[str, Any]) -> tuple[str, str]:
     """Return a file of the copy without and with the defect; the place must be unmistakable."""
     text = (tree.folder / defect["file"]).read_text(encoding="utf-8")
     if text.count(defect["old"]) != 1:
-        message = (
+        raise SystemExit(
             f"{defect['name']}: what is to be changed stands {text.count(defect['old'])} times in "
             f"{defect['file']}; the list is out of date"
         )
-        raise SystemExit(message)
     return text, text.replace(defect["old"], defect["new"])
 
 
@@ -120,16 +118,16 @@ def main() -> int:
         for command in dict.fromkeys(map(command_of, defects)):
             code, said = tree.run(command)
             if code:
-                message = f"without any defect this fails already:\n{command}\n{said[-2000:]}"
-                raise SystemExit(message)
+                raise SystemExit(
+                    f"without any defect this fails already:\n{command}\n{said[-2000:]}"
+                )
         for defect, (text, changed) in zip(defects, changes, strict=True):
             begun = time.monotonic()
             (tree.folder / defect["file"]).write_text(changed, encoding="utf-8")
             code, said = tree.run(command_of(defect))
             (tree.folder / defect["file"]).write_text(text, encoding="utf-8")
             if "tests" in defect and code in NOTHING_RUN:
-                message = f"{defect['name']}: no test ran\n{said[-2000:]}"
-                raise SystemExit(message)
+                raise SystemExit(f"{defect['name']}: no test ran\n{said[-2000:]}")
             survivors += [] if code else [defect["name"]]
             verdict = "noticed" if code else "NOT NOTICED"
             print(f"{verdict:12} {time.monotonic() - begun:5.0f} s  {defect['name']}", flush=True)

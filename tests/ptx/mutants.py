@@ -109,8 +109,7 @@ def mutants() -> Iterator[tuple[str, str, str, str]]:
     for name, old, new, case in SWAPS:
         text = (ROOT / KERNELS / name).read_text()
         if old not in text:
-            message = f"{name} does not hold {old!r}"
-            raise SystemExit(message)
+            raise SystemExit(f"{name} does not hold {old!r}")
         yield f"{name} with {new}", name, text.replace(old, new), case
 
 

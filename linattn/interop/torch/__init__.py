@@ -5,8 +5,9 @@ from __future__ import annotations
 try:
     import torch as _torch
 except ImportError as error:
-    message = "linattn.interop.torch needs torch, which is not installed: pip install torch"
-    raise ImportError(message) from error
+    raise ImportError(
+        "linattn.interop.torch needs torch, which is not installed: pip install torch"
+    ) from error
 
 from linattn.interop.torch import _kinds as _kinds
 from linattn.interop.torch import _vmap as _vmap

@@ -77,8 +77,9 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.num_heads = _checks.check_positive_int("num_heads", num_heads)
         head_dim, rest = divmod(embed_dim, num_heads)
         if rest:
-            message = f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
-            raise ValueError(message)
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
+            )
         self.feature_map = None if attention == "softmax" else _Map(attention, head_dim)
         bias = _checks.check_flag("bias", bias)
         like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -180,11 +181,10 @@ class Attention(nn.Module):  # type: ignore[misc]
         if self.feature_map is not None:
             options["initial_state"] = state
         elif state is not None or return_state:
-            message = (
+            raise ValueError(
                 "state must be None and return_state False with softmax attention, which has no "
                 "state of a fixed size, got others; give the module a feature map"
             )
-            raise ValueError(message)
         output, after = self._function(*self._heads(query, key, value), **options)
         output = self._joined(output)
         return (output, after) if return_state else output
@@ -226,8 +226,9 @@ class _Map(nn.Module):  # type: ignore[misc]
         check_feature_map(feature_map)
         dim = getattr(feature_map, "dim", head_dim)
         if dim not in (None, head_dim):
-            message = f"attention must have the dim of a head, {head_dim}, got {feature_map!r}"
-            raise ValueError(message)
+            raise ValueError(
+                f"attention must have the dim of a head, {head_dim}, got {feature_map!r}"
+            )
         self.map = feature_map
         self.register_load_state_dict_pre_hook(_keep_own_map)
 
@@ -240,11 +241,10 @@ class _Map(nn.Module):  # type: ignore[misc]
     def set_extra_state(self, state: Array) -> None:
         found = unpack(bytes(state.tolist()).decode(), self.map)
         if type(found) is not type(self.map):
-            message = (
+            raise ValueError(
                 f"the state dict must be of a module with a {type(self.map).__qualname__}, got "
                 f"{type(found).__qualname__}; make the module with a map of this class"
             )
-            raise ValueError(message)
         self.map = found
 
 

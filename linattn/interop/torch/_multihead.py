@@ -109,8 +109,7 @@ class MultiheadAttention(Attention):
         for name, (tensor, shapes) in wanted.items():
             if tensor is not None and tuple(tensor.shape) not in shapes:
                 shown = " or ".join(str(tuple(shape)) for shape in shapes)
-                message = f"{name} must have shape {shown}, got {tuple(tensor.shape)}"
-                raise ValueError(message)
+                raise ValueError(f"{name} must have shape {shown}, got {tuple(tensor.shape)}")
 
 
 NO_DROPOUT = (
@@ -121,11 +120,10 @@ NO_DROPOUT = (
 
 def _check_module(module: Any, attention: Any) -> None:
     if type(module) is not nn.MultiheadAttention:
-        message = (
+        raise TypeError(
             f"module must be a torch.nn.MultiheadAttention, got {type(module).__name__}; make an "
             f"Attention and load the weights"
         )
-        raise TypeError(message)
     hooks = module._forward_hooks or module._forward_pre_hooks
     missing = {
         "kdim and vdim": module.in_proj_weight is None,
@@ -135,8 +133,9 @@ def _check_module(module: Any, attention: Any) -> None:
     }
     for name, is_there in missing.items():
         if is_there:
-            message = f"module must have no {name}, which linattn has not, got a module with it"
-            raise NotImplementedError(message)
+            raise NotImplementedError(
+                f"module must have no {name}, which linattn has not, got a module with it"
+            )
     if module.dropout and module.training and attention != "softmax":
         raise NotImplementedError(NO_DROPOUT)
 
@@ -157,12 +156,11 @@ def _options_of(mask: Array, num_heads: int) -> tuple[dict[str, Any], int]:
         host = (~hidden).reshape(-1, *mask.shape[-2:]).cpu().numpy()
         seen = read_rows(lambda rows: host[:, rows], *mask.shape[-2:])
     if seen is None or seen.is_flat or "local_window_size" in seen.options:
-        message = (
+        raise NotImplementedError(
             "attn_mask must show each query the keys up to some key, as causal masks do, got "
             "others or other numbers than 0 and -inf: linear attention forms no pairs to mask; "
             "make the module with attention='softmax'"
         )
-        raise NotImplementedError(message)
     stops = seen.options.get("key_stop")
     if stops is not None and stops.ndim == 2 and len(stops) > num_heads:
         seen.options["key_stop"] = stops.reshape(-1, num_heads, stops.shape[-1])

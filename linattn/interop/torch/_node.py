@@ -72,11 +72,10 @@ def find(name: str) -> Call:
         kind, names, constants, policy = unpack(name)
         call = _traced[name] = Call(kind, names, dict(constants), _settings.Settings(*policy))
     if call is None:
-        message = (
+        raise RuntimeError(
             f"a traced call of linattn.interop.torch must be known in this process, got {name!r}; "
             f"trace the same call here first: same map, same options, such as by torch.export"
         )
-        raise RuntimeError(message)
     return call
 
 
@@ -130,11 +129,10 @@ def run(kind: str, arrays: Named, constants: Named, length: Any = 0) -> Any:
         return attend(_cast(tensors), length, name)
     if not isinstance(query := arrays["query"], torch.Tensor):
         _checks.check_arrays(query=query)
-        message = (
+        raise TypeError(
             f"query must be a torch.Tensor, got {type(query).__name__}; call the function of this "
             f"name in linattn"
         )
-        raise TypeError(message)
     given = _cast(tensors)
     after = dict(zip(names, given, strict=True))
     _checks.check_arrays(**{name: after.get(name, arrays[name]) for name in TOKENS})
@@ -195,11 +193,10 @@ def _unshared(results: Sequence[Any], given: Sequence[Array]) -> list[Array]:
 def attend(tensors: Sequence[torch.Tensor], length: int, name: str) -> list[torch.Tensor]:
     call, asked = find(name), _settings.current_settings().precision
     if asked == "float64" != call.policy.precision:
-        message = (
+        raise RuntimeError(
             f"precision must be {call.policy.precision!r}, under which this call was traced, got "
             f"{asked!r}; export or compile it inside linattn.config(precision={asked!r})"
         )
-        raise RuntimeError(message)
     with _outside_modes(call, tensors[0]):
         return _unshared(KINDS[call.kind][0](call.named(tensors), call, length), tensors)
 
@@ -255,11 +252,10 @@ def _gradients(ctx: Any, cotangents: Any, pull: Any) -> list[Array | None]:
 
 
 def _refuse(ctx: Any, *_: Any) -> Any:
-    message = (
+    raise RuntimeError(
         "the gradient of linattn.interop.torch cannot be differentiated again; that of "
         "linattn.linear_attention and linattn.softmax_attention can"
     )
-    raise RuntimeError(message)
 
 
 def _pulled(ctx: Any, cotangents: Any) -> Any:
@@ -288,12 +284,11 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:
-        message = (
+        raise NotImplementedError(
             "derivatives of linattn.interop.torch must be taken in reverse, as by backward() or "
             "torch.func.grad, got one in forward mode, as of torch.func.jvp or jacfwd; call the "
             "function of this name in linattn"
         )
-        raise NotImplementedError(message)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Array) -> Any:

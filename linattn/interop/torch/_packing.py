@@ -42,11 +42,10 @@ def _packed(value: Any) -> Any:
         return [*map(_packed, value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    message = (
+    raise TypeError(
         f"the parameters of a feature map in a state dict must be arrays, numbers, texts or maps, "
         f"got {type(value).__name__}; save the weights without it and pickle the map"
     )
-    raise TypeError(message)
 
 
 def _unpacked(value: Any, like: Any) -> Any:
@@ -64,11 +63,10 @@ def _unpacked(value: Any, like: Any) -> Any:
     if name != kind.__qualname__:
         kind = getattr(feature_maps, name) if name in feature_maps.__all__ else None
     if kind is None:
-        message = (
+        raise RuntimeError(
             f"the map must be one of linattn.feature_maps in another process than the one that "
             f"made it, got {name}; make the call again here"
         )
-        raise RuntimeError(message)
     found = kind.__new__(kind)
     parts = value["parts"].items()
     found.__setstate__({n: _unpacked(part, getattr(like, n, None)) for n, part in parts})

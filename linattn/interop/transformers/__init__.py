@@ -20,11 +20,10 @@ try:
     import torch  # noqa: F401
     import transformers
 except ImportError as error:
-    message = (
+    raise ImportError(
         "linattn.interop.transformers needs torch and transformers, one of which is not installed: "
         "pip install torch transformers"
-    )
-    raise ImportError(message) from error
+    ) from error
 
 from linattn.interop.transformers._attention import attend_in_layer, linear, softmax
 from linattn.interop.transformers._cache import StateCache
@@ -103,17 +102,15 @@ def register(
     near = {option: number for option, number in options.items() if number is not None}
     if feature_map is None:
         if near:
-            message = (
+            raise TypeError(
                 f"feature_map must be given with {near}: all keys of exact attention are exact"
             )
-            raise TypeError(message)
         name, attend = name or "linattn", softmax
     elif not isinstance(feature_map, FeatureMap):
-        message = (
+        raise TypeError(
             f"feature_map must be one of linattn.feature_maps, such as EluFeatures(), got "
             f"{feature_map!r}; leave it out for exact attention"
         )
-        raise TypeError(message)
     else:
         name, attend = name or "linattn_linear", partial(linear, feature_map, near)
     transformers.AttentionInterface.register(name, partial(attend_in_layer, attend))

@@ -40,12 +40,11 @@ class StateLayer(cache_utils.CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Any, value_states: Any, *args: Any, **given: Any) -> Any:
         """Return these keys and values alone; the attention finds this layer by its keywords."""
         if self.attended != self.length:
-            message = (
+            raise RuntimeError(
                 "a StateCache must be read by linear attention of linattn, and was not by the last "
                 'tokens; use model.set_attn_implementation("linattn_linear"), or a DynamicCache if '
                 "transformers warns that the model's attention cannot be chosen"
             )
-            raise RuntimeError(message)
         self.is_initialized = True
         self.before, self.length = self.length, self.length + key_states.shape[-2]
         # transformers gives the attention's keywords to be changed in place. Few models do not, and
@@ -122,10 +121,9 @@ class _Layers(list[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index >= len(self):
-            message = (
+            raise ValueError(
                 "a StateCache must know the layers of this model; use StateCache(model.config)"
             )
-            raise ValueError(message)
         return super().__getitem__(index)
 
 

@@ -18,8 +18,9 @@ KEYS = "use a DynamicCache"
 
 
 def reject(problem: str, remedy: str = EAGER) -> Any:
-    message = f"attn_implementation must suit the model: linattn has no {problem}; {remedy}"
-    raise NotImplementedError(message)
+    raise NotImplementedError(
+        f"attn_implementation must suit the model: linattn has no {problem}; {remedy}"
+    )
 
 
 class Said(NamedTuple):
