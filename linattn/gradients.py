@@ -334,7 +334,6 @@ def differentiable_problem(
             f"normalize must be True for gradients of {feature_map!r}, which divides each column "
             f"of its state by its sum, got False; multiply outputs by exp(log_normalizer) instead"
         )
-    backward.check_window(problem)
     return problem
 
 

@@ -518,9 +518,7 @@ def draw_recurrence(seed: int) -> Case:
 def no_gradient(case: Case) -> bool:
     name = type(case.feature_map).__name__
     columns = name == "SoftmaxFeatures" and not case.options.get("normalize", True)
-    stops = has_stops(case) and case.option != "is_causal"
-    window = "exact_window" in case.options and (stops or "log_decay" in case.options)
-    return name in ("RotatedFeatures", "OwnFeatures") or columns or window
+    return name in ("RotatedFeatures", "OwnFeatures") or columns
 
 
 def refusals(case: Case) -> list[str]:

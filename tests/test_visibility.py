@@ -19,7 +19,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn import reference
 from linattn._driver.problem import linear_problem
-from linattn._driver.walks import MIN_RUN, planned
+from linattn._driver.runner import planned
+from linattn._driver.steps import MIN_RUN
 from linattn.feature_maps import (
     CosformerFeatures,
     LandmarkFeatures,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
-from linattn._driver import window
+from linattn._driver import steps
 from linattn._generic import prefix_states
 from linattn.feature_maps import (
     CosformerFeatures,
@@ -83,7 +83,7 @@ def test_every_library(xp, is_causal, length, monkeypatch):
         if length > 700:
             pytest.skip("as 700")
         length = min(length, 100)
-    monkeypatch.setattr(window, "FAN_OUT", 3)
+    monkeypatch.setattr(steps, "MAX_STATES", 3)
     rng = np.random.default_rng(2)
     query, key, value = rng.standard_normal((3, 2, length, 8)).astype(np.float32)
     phi = HyperbolicFeatures(8, 16, rng=0)

@@ -126,10 +126,3 @@ def test_extra_memory_does_not_grow_with_the_length(is_causal):
 
     peak(4096)  # with the buffers that a thread holds on to
     assert peak(16384) < peak(4096) + 300_000
-
-
-def test_what_has_no_gradient_is_named():
-    with pytest.raises(NotImplementedError, match="exact_window must be None for gradients with"):
-        linattn.linear_attention_vjp(
-            *tokens(), MAPS["positive"], exact_window=4, is_causal=True, log_decay=-0.1
-        )

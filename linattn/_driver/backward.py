@@ -1,4 +1,4 @@
-"""The driver of gradients: problems, packed ones and heads apart, each pulled back by its walk.
+"""The driver of gradients: problems, packed ones and heads apart, each pulled back by its steps.
 
 Everything is computed again from query, key and value; beside the gradients themselves only some
 states of the forward pass are stored.
@@ -14,20 +14,23 @@ import array_api_compat
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._dispatch import block_functions
-from linattn._driver.blocks import decay_of_rows, take, take_problem, task_index
-from linattn._driver.gradient_rows import Checkpoints, GradientRows, GradientWalk, empty_adjoint
-from linattn._driver.linear_vjps import decay_gradient, pull_linear
+from linattn._driver.blocks import take, take_problem, task_index
+from linattn._driver.gradient_rows import (
+    Checkpoints,
+    GradientRows,
+    Pullback,
+    arguments_of,
+    empty_adjoint,
+)
+from linattn._driver.linear_vjps import pull_linear
 from linattn._driver.packed import Batch, PackedRows, batches, join_sequences
-from linattn._driver.pair_vjps import pull_exact, pull_window
-from linattn._driver.walks import head_tasks, initial_state, join_tasks, planned, run_tasks
+from linattn._driver.pair_vjps import pull_exact, pull_parts
+from linattn._driver.runner import head_tasks, initial_state, join_tasks, planned, run_tasks
 from linattn._generic import units
 from linattn._generic.feature_vjps import check_differentiable, sum_to
 from linattn._generic.hierarchical import pad
 from linattn._home import at_home, exact, home_of, node
 from linattn.typing import Array, Cotangent, Exponential, Index, Pointwise, Problem, State
-
-SOURCES = {"two-sided": 2, "window": 2}
-"""Sources of a row that are pulled back apart; a window has one more where keys follow queries."""
 
 
 class Gradients(NamedTuple):
@@ -54,17 +57,6 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
     home = home_of(problem.query)
     xp = problem.xp if home is None else home.namespace
     return None if _dispatch.find("scan_vjp", xp) is None else Checkpoints(xp)
-
-
-def check_window(problem: Problem) -> None:
-    """Refuse exact windows beside options through which they are not pulled back."""
-    covered = problem.sees.key_stop is None and problem.weights.log_decay is None
-    if problem.exact.window is None or covered:
-        return
-    raise NotImplementedError(
-        f"exact_window must be None for gradients with log_decay or key_stop, got "
-        f"{problem.exact.window}; let torch or JAX differentiate linear_attention"
-    )
 
 
 def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
@@ -144,35 +136,31 @@ def _pull(
     # No segments: a causal segment needs the adjoint of all tokens after it, which takes half as
     # long as the whole pullback. One head alone is done on one thread.
     plan = functions.plan(planned(problem)).for_gradients()
-    arguments = _arguments(problem)
-    if problem.weights.log_decay is not None and cotangent.state is not None:
-        arguments["last_state"] = arguments["log_decay"][..., : min(1, problem.key.shape[-2]), :]
-    shares = SOURCES.get(problem.mode, 1) + (problem.mode == "window" and problem.sees.ahead)
     rows = {
-        name: GradientRows(problem, array, plan.tasks, 1 if name == "last_state" else shares)
-        for name, array in arguments.items()
+        name: GradientRows(problem, array, plan.tasks)
+        for name, array in arguments_of(problem).items()
     }
     states: list[tuple[Index, Array]] = []
+    several = problem.mode in ("window", "two-sided")
 
     def pull_task(task: Index) -> Iterator[State | None]:
         part, part_cotangent = take_problem(problem, task), _take_cotangent(cotangent, task)
-        walk = GradientWalk(part, part_cotangent, functions, plan.block_size, task, rows)
+        whole = Pullback(part, part_cotangent, functions, plan.block_size, task, rows)
         if problem.mode == "exact":
-            yield from pull_exact(walk)
+            yield from pull_exact(whole)
             return
-        pulled = pull_window(walk) if problem.mode == "window" else pull_linear(walk, checkpoints)
-        for adjoint in pulled:
+        in_parts = several or problem.weights.log_decay is not None
+        pull = whole.in_parts() if in_parts else whole
+        for adjoint in pull_parts(pull) if several else pull_linear(pull, checkpoints):
             yield adjoint
+        if in_parts:
+            whole.finish(pull)
         if problem.state is not None:
             states.append((task, _state_gradient(initial_state(part), adjoint)))
 
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
-    found = {name: each.result() for name, each in rows.items()}
-    if problem.weights.log_decay is not None:
-        last = found.pop("last_state", None)
-        found["log_decay"] = decay_gradient(problem.xp, found["log_decay"], last)
-    return Gradients(state=state, **found)
+    return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
 
 
 def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
@@ -180,7 +168,7 @@ def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:
     xp, device = problem.xp, array_api_compat.device(problem.query)
     if cotangent.state is None or 0 in problem.state_lead:
         state = None if problem.state is None else xp.zeros_like(problem.state.kvz)
-        arguments = _arguments(problem)
+        arguments = arguments_of(problem)
         return Gradients(state=state, **{k: xp.zeros_like(x) for k, x in arguments.items()})
     # One query in place of none; its output is not used.
     shape = (*problem.state_lead, problem.query.shape[-2], problem.value.shape[-1])
@@ -197,7 +185,7 @@ def _pull_packed(
     """Gradients of the sequences of a packed problem."""
     rows = {
         name: PackedRows(problem, tuple(array.shape), array.dtype)
-        for name, array in _arguments(problem).items()
+        for name, array in arguments_of(problem).items()
     }
     states: list[tuple[Batch, Array]] = []
     for number, batch in enumerate(batches(problem)):
@@ -216,7 +204,7 @@ def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
     """Gradients where heads have different ``key_stop``: one pullback for each task of heads."""
     tasks = head_tasks(problem)
     parts = [_pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
-    wholes = _arguments(problem)
+    wholes = arguments_of(problem)
     if problem.state is not None:
         wholes["state"] = problem.state.kvz
     joined = {
@@ -224,15 +212,6 @@ def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
         for name, x in wholes.items()
     }
     return Gradients(**{"state": None, **joined})
-
-
-def _arguments(problem: Problem) -> dict[str, Array]:
-    """Arrays of a problem that have gradients, but for its state."""
-    arrays = {name: getattr(problem, name) for name in ("query", "key", "value")}
-    arrays["key_bias"] = problem.weights.key_bias
-    if problem.weights.log_decay is not None:
-        arrays["log_decay"] = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:
@@ -335,7 +314,6 @@ def _has_pullback(problem: Problem) -> bool:
     try:
         for spec in (problem.query_spec, problem.key_spec) if problem.num_features else ():
             check_differentiable(spec, problem.feature_map)
-        check_window(problem)
     except NotImplementedError:
         return False
     return True

@@ -14,7 +14,6 @@ from linattn import _arrays, _generic
 from linattn._arrays import namespace
 from linattn._dispatch import BlockFunctions
 from linattn._generic import divide
-from linattn._generic.decay import decay_until, fade, weighed
 from linattn._generic.hierarchical import pad
 from linattn._generic.specs import spec_axes
 from linattn._generic.states import values_block
@@ -242,37 +241,6 @@ def key_block(problem: Problem, rows: slice, start: int) -> Tokens:
     if problem.weights.log_decay is None:
         return key
     return key._replace(log_decay=decay_of_rows(problem, rows))
-
-
-def add_key_blocks(
-    problem: Problem,
-    state: State,
-    keys: slice,
-    start: int,
-    block_size: int,
-    functions: BlockFunctions,
-) -> Iterator[State]:
-    """Add some keys and their values to a state; yield the state after each block.
-
-    ``start``: position of the first key for the map.
-    """
-    for part in block_slices(keys.stop - keys.start, block_size):
-        rows = slice(keys.start + part.start, keys.start + part.stop)
-        # Each block is freed before the next is made.
-        if problem.weights.log_decay is not None:
-            state = fade(state, total_decay(problem, rows)[..., None])
-        tokens = _key_block_at_end(problem, rows, start)
-        state = add_block(problem, rows, tokens, state, functions)
-        del tokens
-        yield state
-
-
-def _key_block_at_end(problem: Problem, rows: slice, start: int) -> Tokens:
-    """Keys of one block as they have decayed by its end."""
-    key = token_block(problem, "key", rows, start)
-    if problem.weights.log_decay is None:
-        return key
-    return weighed(key, decay_until(decay_of_rows(problem, rows)))
 
 
 def decay_of_rows(problem: Problem, rows: slice) -> Array:

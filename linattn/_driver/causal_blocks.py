@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,16 +12,10 @@ import array_api_compat
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions, is_declined
 from linattn._driver.blocks import (
-    OutputRows,
-    block_slices,
-    decay_of_rows,
-    key_block,
     take,
     take_problem,
     take_state,
     task_index,
-    token_block,
-    values_and_one_block,
 )
 from linattn._driver.specs import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
@@ -33,8 +26,6 @@ from linattn._generic.separate import scan_separate
 from linattn.typing import (
     Array,
     Declined,
-    Features,
-    MapSpec,
     Opaque,
     Partial,
     Problem,
@@ -330,88 +321,3 @@ def _empty_partial(problem: Problem, n: int, values_and_one: Array) -> Partial:
     like = dict(dtype=problem.dtype, device=array_api_compat.device(values_and_one))
     shapes = ((*problem.lead, n, width) for width in (values_and_one.shape[-1], 1))
     return Partial(*(problem.xp.empty(shape, **like) for shape in shapes))
-
-
-# Full attention that decays with distance ---------------------------------------------------------
-
-# A causal scan, and one from the end in which a token does not see itself. Both give rows on scales
-# of their own, which are added by their logs: nothing is subtracted. The rows of the first scan are
-# held, ``(..., L, e + 2)`` in the accumulation dtype. In the second, a query is paired with the key
-# after it, which is one step of decay away.
-
-
-class RowsSoFar:
-    """The partial sums of all rows so far."""
-
-    def __init__(self, problem: Problem, functions: Any) -> None:
-        self._xp = problem.xp
-        width = problem.value.shape[-1] + 1
-        self._num_den = OutputRows(problem, width, problem.dtype, functions)
-        self._log = OutputRows(problem, 1, problem.dtype, functions)
-
-    def write(self, rows: slice, part: Partial) -> None:
-        self._num_den.write((), rows, part.num_den)
-        log = self._xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
-        self._log.write((), rows, log)
-
-    def result(self) -> Partial:
-        return Partial(self._num_den.result(), self._log.result())
-
-
-def rows_from_the_end(
-    problem: Problem, functions: Any, block_size: int, state: State, before: Partial
-) -> Iterator[tuple[slice, Partial]]:
-    """Add what each row reads of the tokens after it to ``before``; yield the last block first.
-
-    ``state``: an empty state.
-    """
-    length, start = problem.query.shape[-2], 0 if problem.state is None else problem.state.length
-    last = slice(max(length - 1, 0), length)
-    yield last, Partial(before.num_den[..., last, :], before.log[..., last, :])
-    step = problem.xp.astype(decay_of_rows(problem, slice(0, 1)), problem.dtype)
-    specs = {name: _from_the_end(getattr(problem, name)) for name in ("query_spec", "key_spec")}
-    turned = problem.replace(**specs)
-    for rows in reversed(list(block_slices(length - 1, block_size))):
-        keys = slice(rows.start + 1, rows.stop + 1)
-        after, state = causal_block(
-            turned,
-            functions,
-            _turned(token_block(problem, "query", rows, start)),
-            _turned(key_block(problem, keys, start)),
-            flip(values_and_one_block(problem, keys)),
-            state,
-        )
-        after = Partial(flip(after.num_den), flip(after.log) + step)
-        seen = Partial(before.num_den[..., rows, :], before.log[..., rows, :])
-        yield rows, _generic.combine(seen, after)
-
-
-def _turned(tokens: Tokens) -> Tokens:
-    """Tokens in reverse order; ``start`` is minus the position after the last of them."""
-    end, decay = tokens.start + tokens.x.shape[-2], tokens.log_decay
-    if decay is not None:
-        # A view, by which a backend sees one decay for all tokens.
-        decay = _arrays.namespace(decay).flip(decay, axis=-2)
-    return Tokens(flip(tokens.x), flip(tokens.log_weight), -end, decay)
-
-
-def _from_the_end(spec: MapSpec) -> MapSpec:
-    """Spec of turned tokens: a function may depend on the position of a token."""
-    if not isinstance(spec, Opaque):
-        return spec
-
-    def features(tokens: Tokens) -> Features:
-        start = -tokens.start - tokens.x.shape[-2]
-        found = spec.fn(Tokens(flip(tokens.x), flip(tokens.log_weight), start))
-        return Features(flip(found.log), flip(found.values))
-
-    return Opaque(features)
-
-
-def flip(x: Array) -> Array:
-    """Reverse the order of tokens, in memory too; None stays None."""
-    if x is None:
-        return None
-    xp = _arrays.namespace(x)
-    # asarray(copy=True) leaves the tape of older versions of PyTorch, and warns in newer ones.
-    return xp.concat([xp.flip(x, axis=-2)], axis=-2)

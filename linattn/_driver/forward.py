@@ -1,4 +1,4 @@
-"""The forward pass: every mode of attention is a walk over blocks."""
+"""The forward pass: a problem in tasks, each run block by block, and what comes of them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from linattn._driver.blocks import (
     total_decay,
 )
 from linattn._driver.packed import Batch, PackedRows, batches, join_states, solve_short
-from linattn._driver.specs import read_spec
-from linattn._driver.walks import (
-    WALKS,
-    Walk,
+from linattn._driver.runner import (
+    Run,
     head_tasks,
     initial_state,
     join_tasks,
+    last_of,
     planned,
-    read_blocks,
+    run,
     run_tasks,
-    run_walk,
-    scan_blocks,
+    take_steps,
     update,
 )
+from linattn._driver.specs import read_spec
+from linattn._driver.steps import Step
 from linattn._generic import units
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
@@ -101,12 +101,12 @@ def _in_ones(state: Any, log: Any) -> Any:
 def _solve(
     problem: Problem, return_state: bool, checkpoints: Checkpoints | None
 ) -> tuple[Array, State | None, Array | None]:
-    run: Callable[..., _Solved] = _solve_walks
+    solver: Callable[..., _Solved] = _solve_tasks
     if problem.sees.cu_seqlens is not None:
-        run = _solve_packed
+        solver = _solve_packed
     elif problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
-        run = _solve_heads
-    solved = run(problem, return_state, checkpoints)
+        solver = _solve_heads
+    solved = solver(problem, return_state, checkpoints)
     warn_of_signs(solved.is_negative)
     return solved[:3]
 
@@ -134,7 +134,7 @@ def solve_in_parts(
     # No tokens are one part too.
     for rows in block_slices(num_tokens, length) if num_tokens else [slice(0, 0)]:
         part = take_rows(problem, rows).replace(state=state)
-        parts.append(_solve_walks(part, True, None))
+        parts.append(_solve_tasks(part, True, None))
         assert parts[-1].state is not None
         state = parts[-1].state
         if rows.stop - rows.start == length:
@@ -166,7 +166,7 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
         part = batch.problem(problem, keeps_state=return_state)
         store = None if checkpoints is None else checkpoints.part(number)
         place = output.place_of(batch)
-        solved = _solve_walks(part, return_state, store, place)
+        solved = _solve_tasks(part, return_state, store, place)
         if place is None or solved.output is not place:
             output.write(batch, solved.output)
         for rows, of_batch in ((norms, solved.log_normalizer), (signs, solved.is_negative)):
@@ -182,7 +182,7 @@ def _solve_packed(problem: Problem, return_state: bool, checkpoints: Checkpoints
 def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints | None) -> _Solved:
     """Solve heads apart that have other stops."""
     tasks = head_tasks(problem)
-    parts = [_solve_walks(take_problem(problem, task), return_state, None) for task in tasks]
+    parts = [_solve_tasks(take_problem(problem, task), return_state, None) for task in tasks]
     output = join_tasks(tasks, [part.output for part in parts], problem.lead)
     norm = None
     if problem.want_log:
@@ -198,7 +198,7 @@ def _solve_heads(problem: Problem, return_state: bool, checkpoints: Checkpoints 
     return _Solved(output, state, norm, is_negative)
 
 
-def _solve_walks(
+def _solve_tasks(
     problem: Problem,
     return_state: bool,
     checkpoints: Checkpoints | None,
@@ -224,25 +224,25 @@ def _solve_walks(
     results = _Results(problem, functions, place)
     states: list[tuple[Index, State]] = []
 
-    def walk_of(task: Index) -> Walk:
+    def run_of(task: Index) -> Run:
         store = None
         if checkpoints is not None:
             store = partial(checkpoints.store, problem, plan.block_size, task)
         part = take_problem(problem, task)
         write_read = partial(results.output.write_read, task) if results.divides_reads else None
         write = partial(results.write, task)
-        return Walk(part, functions, plan.block_size, write, write_read, store)
+        return Run(part, functions, plan.block_size, write, write_read, store)
 
     def solve_task(task: Index) -> Iterator[State | None]:
-        walk = walk_of(task)
+        of_task = run_of(task)
         state = None
-        for state in WALKS[problem.mode](walk):
+        for state in run(of_task):
             yield state
         if return_state or keeps_last:
-            states.append((task, initial_state(walk.problem) if state is None else state))
+            states.append((task, initial_state(of_task.problem) if state is None else state))
 
     if plan.segments > 1 and problem.mode in ("full", "causal"):
-        states.append(((), run_segments(walk_of(()), plan)))
+        states.append(((), run_segments(run_of(()), plan)))
     else:
         run_tasks(plan, solve_task)
     state = _join(problem, states) if return_state or keeps_last else None
@@ -358,14 +358,14 @@ def _step(problem: Problem, state: State) -> tuple[Array, State]:
 # One long sequence as segments side by side -------------------------------------------------------
 
 
-def run_segments(walk: Walk, plan: Plan) -> State:
+def run_segments(whole: Run, plan: Plan) -> State:
     """Do a whole problem as segments of the sequence side by side; return the state after it.
 
     Full: states of the segments of keys, then reads of the segments of queries. Causal: states of
     all segments but the last, then each segment from the state of all before it; the keys of
     these segments are reduced twice.
     """
-    problem = walk.problem
+    problem = whole.problem
     before = initial_state(problem)
     keys = _segments(problem.key.shape[-2], plan)
     causal = problem.mode == "causal"
@@ -377,18 +377,20 @@ def run_segments(walk: Walk, plan: Plan) -> State:
     def reduce(i: int) -> None:
         with _generic.ignore_fp_warnings():
             start = State(nothing.kvz, nothing.log_scale, before.length + keys[i].start)
-            segment = walk.segment(keys[i]).problem
-            after = update(segment, start, plan.block_size, walk.functions)
+            segment = whole.segment(keys[i]).problem
+            after = update(segment, start, plan.block_size, whole.functions)
             states[i + 1] = State(after.kvz, after.log_scale, keys[i].stop - keys[i].start)
 
     def read(i: int) -> None:
         with _generic.ignore_fp_warnings():
-            segment = walk.segment(queries[i])
+            segment = whole.segment(queries[i])
             if not causal:
                 start = before.length + queries[i].start
-                run_walk(read_blocks(segment, states[-1], start), states[-1])
+                steps = [Step(slice(0, 0), rows) for rows in _blocks(queries[i], plan)]
+                last_of(take_steps(segment, steps, states[-1], start), states[-1])
                 return
-            after = run_walk(scan_blocks(segment, states[i]), states[i])
+            steps = [Step(rows, rows) for rows in _blocks(keys[i], plan)]
+            after = last_of(take_steps(segment, steps, states[i]), states[i])
             if i + 1 == len(keys):
                 states[-1] = after
 
@@ -401,6 +403,11 @@ def run_segments(walk: Walk, plan: Plan) -> State:
             states[i + 1] = _generic.merge(earlier, states[i + 1])
     plan.run(read, range(len(queries)))
     return states[-1]
+
+
+def _blocks(segment: slice, plan: Plan) -> Iterator[slice]:
+    """Blocks of a segment, counted from its first token."""
+    return block_slices(segment.stop - segment.start, plan.block_size)
 
 
 def _segments(length: int, plan: Plan) -> list[slice]:

@@ -1,13 +1,14 @@
-"""Gradients that several tasks write, the arguments of a pullback's walk, and checkpoints.
+"""Gradients that several tasks write, the arguments of a pullback, and checkpoints.
 
-`GradientRows` collects one argument's gradient. `GradientWalk` has all that one task needs.
-`Checkpoints` has the states that a forward pass stored; `states_before` makes the others again.
+`GradientRows` collects one argument's gradient, and `Total` that of a task in several parts.
+`Pullback` has all that one task needs. `Checkpoints` has the states that a forward pass stored;
+`states_before` of `steps` makes the others again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -15,8 +16,15 @@ import array_api_compat
 
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import Name, block_slices, take_state, task_index, task_name
-from linattn._driver.walks import Step
+from linattn._driver.blocks import (
+    Name,
+    block_slices,
+    decay_of_rows,
+    take_state,
+    task_index,
+    task_name,
+)
+from linattn._driver.steps import MAX_STATES, Step
 from linattn._generic.feature_vjps import change_coordinates_vjp, sum_to
 from linattn.typing import Array, Cotangent, Index, Problem, State
 
@@ -46,27 +54,24 @@ class _OrderedSum:
 class GradientRows:
     """The gradient of one argument, summed over the axes along which the argument was broadcast.
 
-    Each task writes a row ``shares`` times. Shares of one row are added in the accumulation dtype,
-    in the order of the tasks and of their shares. So the bits of a sum do not depend on which task
-    ends first. A share that comes early is held, so that no task waits for another.
+    Each task writes a row once. Shares of one row are added in the accumulation dtype, in the order
+    of the tasks. So the bits of a sum do not depend on which task ends first. A share that comes
+    early is held, so that no task waits for another.
 
     ``like``: the argument; ``tasks``: all tasks that will write.
     """
 
-    def __init__(
-        self, problem: Problem, like: Array, tasks: Sequence[Index], shares: int = 1
-    ) -> None:
-        self._xp, self._dtype, self._shares = problem.xp, like.dtype, shares
+    def __init__(self, problem: Problem, like: Array, tasks: Sequence[Index]) -> None:
+        self._xp, self._dtype = problem.xp, like.dtype
         self._shape = tuple(like.shape)
         self._blocks: dict[int, Array] = {}
         self._array = None
         self._lock = Lock()
         lead = self._shape[:-2]
-        several = len(tasks) > 1 and any(
+        self._adds = len(tasks) > 1 and any(
             n > 1 and (back > len(lead) or lead[-back] == 1)
             for back, n in enumerate(reversed(problem.state_lead), start=1)
         )
-        self._adds = several or shares > 1
         self._order: dict[Name, int] = {}
         self._sums: dict[tuple[Name, int], _OrderedSum] = {}
         if self._adds:
@@ -80,12 +85,11 @@ class GradientRows:
             dtype = problem.dtype if self._adds else like.dtype
             self._array = problem.xp.zeros(self._shape, dtype=dtype, device=device)
 
-    def write(self, task: Index, rows: slice, block: Array, share: int = 0) -> None:
-        """Write ``block``, a task's gradient of some rows, as its share number ``share``."""
+    def write(self, task: Index, rows: slice, block: Array) -> None:
+        """Write ``block``, a task's gradient of some rows."""
         xp = self._xp
         if self._array is None:
-            block, before = sum_to(block, self._shape[:-2], 2), self._blocks.get(rows.start)
-            self._blocks[rows.start] = block if before is None else before + block
+            self._blocks[rows.start] = sum_to(block, self._shape[:-2], 2)
             return
         if 0 in self._shape:
             return
@@ -93,10 +97,9 @@ class GradientRows:
         block = sum_to(block, tuple(self._array[index].shape[:-2]), 2)
         if self._adds:
             place = task_name(index[: len(self._shape) - 2]), rows.start
-            order = self._order[task_name(task)] * self._shares + share
             with self._lock:
                 sums = self._sums.setdefault(place, _OrderedSum())
-                for each in sums.shares(order, block, xp):
+                for each in sums.shares(self._order[task_name(task)], block, xp):
                     self._array[index] += each
         else:
             self._array[index] = xp.astype(block, self._dtype, copy=False)
@@ -110,7 +113,53 @@ class GradientRows:
         return self._xp.astype(whole, self._dtype, copy=False)
 
 
-class GradientWalk(NamedTuple):
+class Total:
+    """The gradient of one argument of a task, to which any rows are added, in the order of calls.
+
+    ``like``: the task's argument.
+    """
+
+    def __init__(self, problem: Problem, like: Array) -> None:
+        self._xp, self._shape = problem.xp, tuple(like.shape)
+        self._like = dict(dtype=problem.dtype, device=array_api_compat.device(like))
+        if like.dtype == problem.xp.float64:
+            self._like["dtype"] = like.dtype
+        self._array = None
+        self._layers: list[list[tuple[slice, Array]]] = []
+        if not problem.policy.lazy:
+            self._array = problem.xp.zeros(self._shape, **self._like)
+
+    def write(self, _: Index, rows: slice, block: Array) -> None:
+        """Add to some rows; sums over axes along which the argument was broadcast."""
+        block = sum_to(block, self._shape[:-2], 2)
+        if self._array is not None:
+            self._array[..., rows, :] += block
+            return
+        for layer in self._layers:
+            if all(rows.start >= of.stop or rows.stop <= of.start for of, _ in layer):
+                layer.append((rows, block))
+                return
+        self._layers.append([(rows, block)])
+
+    def result(self) -> Array:
+        """Return the gradient of all rows."""
+        if self._array is not None:
+            return self._array
+        whole = self._zeros(self._shape[-2])
+        for layer in self._layers:
+            parts, row = [], 0
+            for rows, block in sorted(layer, key=lambda part: part[0].start):
+                parts += [self._zeros(rows.start - row), block]
+                row = rows.stop
+            parts.append(self._zeros(self._shape[-2] - row))
+            whole = whole + self._xp.concat(parts, axis=-2)
+        return whole
+
+    def _zeros(self, rows: int) -> Array:
+        return self._xp.zeros((*self._shape[:-2], rows, self._shape[-1]), **self._like)
+
+
+class Pullback(NamedTuple):
     """Arguments of a task's pullback: its part of the problem, and receivers of its gradients."""
 
     problem: Problem
@@ -118,10 +167,8 @@ class GradientWalk(NamedTuple):
     functions: BlockFunctions
     block_size: int
     task: Index
-    rows: dict[str, GradientRows]
+    rows: dict[str, Any]
     """Receiver of each argument's gradient, by the argument's name in the problem."""
-    share: int = 0
-    """Number of this walk among the walks that write the same rows; their gradients are added."""
 
     def query_slices(self) -> list[slice]:
         """Return the blocks of all queries, first to last."""
@@ -173,7 +220,22 @@ class GradientWalk(NamedTuple):
 
     def write(self, name: str, rows: slice, gradient: Array) -> None:
         """Write rows of an argument's gradient."""
-        self.rows[name].write(self.task, rows, gradient, self.share)
+        self.rows[name].write(self.task, rows, gradient)
+
+    def in_parts(self) -> Pullback:
+        """Return the same with totals as receivers; `finish` gives them to this one's."""
+        arguments = arguments_of(self.problem)
+        return self._replace(rows={k: Total(self.problem, x) for k, x in arguments.items()})
+
+    def finish(self, parts: Pullback) -> None:
+        """Write the gradients of all parts."""
+        for name, total in parts.rows.items():
+            gradient = total.result()
+            if name == "log_decay":
+                # Each log decay acts from its token on.
+                xp = self.problem.xp
+                gradient = xp.flip(xp.cumulative_sum(xp.flip(gradient, axis=-2), axis=-2), axis=-2)
+            self.write(name, slice(0, gradient.shape[-2]), gradient)
 
     def last_adjoint(self, like: State) -> State:
         """Return the adjoint after the last token: the cotangent of the returned state, or zero."""
@@ -181,6 +243,15 @@ class GradientWalk(NamedTuple):
         if grad_state is None:
             return nothing
         return _generic.merge(nothing, _broadcast(grad_state, nothing))
+
+
+def arguments_of(problem: Problem) -> dict[str, Array]:
+    """Return the arrays of a problem that have gradients, but for its state."""
+    arrays = {name: getattr(problem, name) for name in ("query", "key", "value")}
+    arrays["key_bias"] = problem.weights.key_bias
+    if problem.weights.log_decay is not None:
+        arrays["log_decay"] = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def empty_adjoint(problem: Problem, like: State) -> State:
@@ -202,9 +273,6 @@ def _broadcast(state: State, like: State) -> State:
 # only. A causal pullback takes blocks from the last to the first. From the state before a block it
 # computes the gradients of the block's queries and keys together, so features are made once. States
 # between two checkpoints are made again from the keys.
-
-MAX_STATES = 32
-"""Most checkpoints of a head; most states that `states_before` holds at each level."""
 
 MAX_SHARE = 0.25
 """Largest memory of all checkpoints, as a share of the memory of query, key and value."""
@@ -252,36 +320,6 @@ class Checkpoints:
                 segments.append((states[step.keys.start], []))
             segments[-1][1].append(step)
         return segments
-
-
-def states_before(
-    steps: Sequence[Step], state: State, add_keys: Callable[[Step, State], State]
-) -> Iterator[tuple[Step, State]]:
-    """Yield steps from the last to the first, each with the state before it.
-
-    ``state``: state before the first step; ``add_keys(step, state)``: the state after a step.
-
-    The steps are divided into at most ``MAX_STATES`` runs, and the state before each run is held.
-    Each run is divided in the same way when its turn comes. So L steps take about
-    log L / log MAX_STATES calls of ``add_keys`` each. If no step has queries, no state is needed
-    and each step gets ``state``.
-    """
-    size = -(-len(steps) // MAX_STATES)
-    if not any(step.num_queries for step in steps):
-        yield from ((step, state) for step in reversed(steps))
-        return
-    runs = [steps[i : i + size] for i in range(0, len(steps), size)]
-    states = [state]
-    for run in runs[:-1]:
-        for step in run:
-            state = add_keys(step, state)
-        states.append(state)
-    for run in reversed(runs):
-        state = states.pop()
-        if len(run) == 1:
-            yield run[0], state
-        else:
-            yield from states_before(run, state, add_keys)
 
 
 def _stride(problem: Problem, block_size: int) -> int:

@@ -1,9 +1,11 @@
-"""The pullback of linear attention: steps from the last to the first, each with the state before.
+"""The pullback of lines: their steps from the last to the first, each with the state before.
 
 Queries of a step read that state, and keys the adjoint of the queries after them: features of a
 step are made once for both. A weight has the decay ``exp(A_i - A_j)``, A_t the sum of log decays up
-to token t. So the gradient of a log decay is a sum over its token and all later tokens. The terms
-are the gradient by a log factor on the token's row, minus the gradient by one on its key.
+to token t, so its log has the gradient of A at the query, and minus it at the key. Where rows read
+several parts, a forward pass finds the scale of every row first; each part is pulled back alone.
+
+`backward` calls `pull_linear` for problems of one line, and `pair_vjps` `pull_lines` for others.
 """
 
 from __future__ import annotations
@@ -12,21 +14,18 @@ from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import (
-    OutputRows,
-    add_block,
-    decay_of_rows,
-    key_block,
-    token_block,
-    values_and_one_block,
-)
-from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS, causal_block, flip
-from linattn._driver.gradient_rows import Checkpoints, GradientWalk, empty_adjoint, states_before
+from linattn._driver.blocks import OutputRows, token_block, values_and_one_block
+from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
+from linattn._driver.gradient_rows import Checkpoints, Pullback, empty_adjoint
+from linattn._driver.lines import Line, flip
+from linattn._driver.runner import Run, initial_state, run
 from linattn._driver.specs import is_column_normalized, read_spec, read_spec_vjp
-from linattn._driver.walks import WALKS, Step, Walk, initial_state, steps_of
+from linattn._driver.steps import Step, states_before
+from linattn._driver.stops import stops_of
 from linattn._generic.block_vjps import (
     Rows,
     divided_rows,
+    inner_products,
     numerator_rows,
     read_rows_vjp,
     row_cotangent,
@@ -34,226 +33,258 @@ from linattn._generic.block_vjps import (
 )
 from linattn._generic.causal_vjps import CausalBlock
 from linattn._generic.column_means import column_normalized_vjp
-from linattn._generic.decay import decay_until, fade, weighed
-from linattn._generic.feature_vjps import sum_to
-from linattn.typing import Array, Partial, RowScale, State, Tokens
+from linattn._generic.decay import near
+from linattn.typing import Array, Partial, Problem, RowScale, State, Tokens
 
 MAX_ROWS = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
 
+MIN_RUN = 9
+"""As that of `steps`: below it positions cost less than small steps, in divide and conquer too."""
 
-def pull_linear(walk: GradientWalk, checkpoints: Checkpoints | None) -> Iterator[State]:
-    """Pull linear attention back; yield the adjoint after each step, last the first state's."""
-    problem = walk.problem
+
+def pull_linear(pull: Pullback, checkpoints: Checkpoints | None) -> Iterator[State]:
+    """Pull a line back; yield the adjoint after each step, last the first state's."""
+    problem = pull.problem
     if problem.weights.log_decay is not None or not problem.normalize:
         # Rows are read on the true scale.
-        size = walk.block_size if problem.mode == "full" else min(walk.block_size, MAX_ROWS)
-        walk = walk._replace(problem=problem.replace(want_log=True), block_size=size)
-    if problem.mode != "two-sided":
-        yield from Scan(walk).walk_back(checkpoints)
-        return
-    numbers = yield from row_numbers(walk)
-    # The scan from the start comes last: its adjoint belongs to the initial state.
-    yield from Scan(walk, numbers, from_the_end=True).walk_back(None)
-    yield from Scan(walk._replace(share=1), numbers).walk_back(None)
+        size = pull.block_size if problem.mode == "full" else min(pull.block_size, MAX_ROWS)
+        pull = pull._replace(problem=problem.replace(want_log=True), block_size=size)
+    state = initial_state(problem)
+    line = Line(pull.problem, pull.functions, state.length)
+    steps = line.steps(problem.sees.key_stop, pull.block_size)
+    segments = [(state, steps)]
+    if checkpoints is not None:
+        segments = checkpoints.segments(pull.task, steps, state)
+    yield from LinePullback(pull, line).back(segments, pull.last_adjoint(state))
 
 
-def row_numbers(walk: GradientWalk) -> Generator[Any, None, Array]:
+def row_numbers(pull: Pullback) -> Generator[Any, None, Array]:
     """Log, inverse and inner product of every row's scale, ``(..., L, 3)``; None if not divided."""
-    problem = walk.problem
+    problem = pull.problem
     if not problem.normalize:
         return None
-    numbers = OutputRows(problem, 3, problem.dtype, walk.functions)
+    numbers = OutputRows(problem, 3, problem.dtype, pull.functions)
 
     def write(rows: slice, part: Partial) -> None:
-        scale = row_scale(part, walk.grad_output(rows))
+        scale = row_scale(part, pull.grad_output(rows))
         numbers.write((), rows, problem.xp.concat(list(scale), axis=-1))
 
-    yield from WALKS[problem.mode](Walk(problem, walk.functions, walk.block_size, write))
+    yield from run(Run(problem, pull.functions, pull.block_size, write))
     return numbers.result()
 
 
-def given_rows(walk: GradientWalk, rows: slice, numbers: Array) -> Rows:
+def given_rows(pull: Pullback, rows: slice, numbers: Array) -> Rows:
     """Cotangents of rows; ``numbers`` are from :func:`row_numbers`, None if nothing is divided."""
-    grad_output = walk.grad_output(rows)
+    grad_output = pull.grad_output(rows)
     if numbers is None:
         return numerator_rows(grad_output)
     scale = RowScale(*(numbers[..., rows, i : i + 1] for i in range(3)))
-    # A factor on the features of a query changes its far keys beside its near ones.
-    divided = walk.problem.exact.window is None
-    return Rows(row_cotangent(scale, grad_output), scale.log, divided)
+    # A factor on the features of a query changes this part of its row beside the others.
+    return Rows(row_cotangent(scale, grad_output), scale.log, divided=False)
 
 
-class Scan(NamedTuple):
-    """One direction in which queries read keys."""
+def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
+    """Pull back all lines of rows that read several parts; last the one with the first state.
 
-    walk: GradientWalk
+    ``numbers`` of :func:`row_numbers`.
+    """
+    problem = pull.problem
+    stops, state = stops_of(problem), initial_state(problem)
+    bias, left, right = problem.weights.relative_bias, None, None
+    if bias is not None:
+        left, right = bias.table[..., None, :1], bias.table[..., None, -1:]
+    nothing, size = initial_state(problem.replace(state=None)), min(pull.block_size, MAX_ROWS)
+
+    def back(line: Line, steps: list[Step], first: State, adjoint: State) -> Iterator[State]:
+        return LinePullback(pull, line, numbers).back([(first, steps)], adjoint)
+
+    for rows, pivot in stops.runs_ahead():
+        _, rights, ends = stops.of(rows)
+        keys, end = slice(int(rights[0]), pivot), int(ends[-1])
+        of = dict(queries=rows, min_run=MIN_RUN)
+        line = Line(problem, pull.functions, state.length, True, right)
+        steps = line.steps((pivot - rights)[::-1], size, keys=keys, **of)
+        yield from back(line, steps, nothing, empty_adjoint(problem, nothing))
+        if end > pivot:
+            line = line._replace(reverse=False)
+            steps = line.steps(ends - pivot, size, keys=slice(pivot, end), **of)
+            yield from back(line, steps, nothing, empty_adjoint(problem, nothing))
+    line = Line(problem, pull.functions, state.length, bias=left)
+    steps = line.steps(stops.of(slice(0, stops.length)).left, size, min_run=MIN_RUN)
+    yield from back(line, steps, state, pull.last_adjoint(state))
+
+
+class LinePullback(NamedTuple):
+    """A line that is pulled back."""
+
+    pull: Pullback
+    line: Line
     numbers: Array = None
-    """Scales of rows from :func:`row_numbers`, if rows also read outside of this scan."""
-    from_the_end: bool = False
-    steps: list[Step] | None = None
-    """In the order of the scan; None for the usual steps of the problem's mode."""
-    far_bias: Array = None
-    """``(..., 1)``: log weight of all keys, or None."""
+    """Scales of rows from :func:`row_numbers`, if rows also read outside of this line."""
 
-    def walk_back(self, checkpoints: Checkpoints | None) -> Iterator[State]:
-        """Pull back through all steps; the adjoint after each."""
-        walk = self.walk
-        state = self._first_state()
-        steps = self._steps() if self.steps is None else self.steps
-        adjoint = empty_adjoint(walk.problem, state)
-        if not self.from_the_end:
-            adjoint = walk.last_adjoint(adjoint)
+    def back(self, segments: list[tuple[State, list[Step]]], adjoint: State) -> Iterator[State]:
+        """Pull back through all steps; yield the adjoint after the last, then before each.
+
+        ``segments``: runs of steps, each with the state before it.
+        """
         yield adjoint
-        segments = [(state, steps)]
-        if checkpoints is not None:
-            segments = checkpoints.segments(walk.task, steps, state)
-        is_last = "last_state" in walk.rows and not self.from_the_end
-        for first, run in reversed(segments):
-            for step, before in states_before(run, first, self._add):
+        decays = self.line.problem.weights.log_decay is not None
+        is_last = decays and not self.line.reverse and self.pull.cotangent.state is not None
+        for first, steps in reversed(segments):
+            if not any(step.num_queries for step in steps) and not is_last:
+                # No state is needed.
+                found = ((step, first) for step in reversed(steps))
+            else:
+                found = states_before(steps, first, self._after)
+            for step, before in found:
                 if is_last:
-                    self._write_last_state(self._add(step, before))
+                    self.write_last(self._after(step, before), adjoint)
                     is_last = False
-                adjoint = self._pull(step, before, adjoint)
+                adjoint = self._back(step, before, adjoint)
                 yield adjoint
 
-    def _first_state(self) -> State:
-        problem = self.walk.problem
-        return initial_state(problem.replace(state=None) if self.from_the_end else problem)
+    def _after(self, step: Step, state: State) -> State:
+        return self.line.add(step.keys, state) if step.num_keys else state
 
-    def _start(self) -> int:
-        """Position of the first key."""
-        state = self.walk.problem.state
-        return 0 if state is None else state.length
-
-    def _steps(self) -> list[Step]:
-        """Return steps in the order of the scan."""
-        problem, none = self.walk.problem, slice(0, 0)
-        queries = self.walk.query_slices()
-        if problem.mode == "stops":
-            return list(steps_of(problem, self.walk.block_size))
-        if problem.mode == "full":
-            keys = self.walk.key_slices(slice(0, problem.key.shape[-2]))
-            # Queries that read one state may have any order: adjoints add up from the first.
-            readers = [Step(none, rows) for rows in reversed(queries)]
-            return [Step(rows, none) for rows in keys] + readers
-        return [Step(rows, rows) for rows in (reversed(queries) if self.from_the_end else queries)]
-
-    def _add(self, step: Step, state: State) -> State:
-        """Add the keys of a step to a state."""
-        problem, rows = self.walk.problem, step.keys
-        if not step.num_keys:
-            return state
-        key = token_block(problem, "key", rows, self._start())
-        if problem.weights.log_decay is not None:
-            decay = decay_of_rows(problem, rows)
-            until = decay_until(decay)
-            if self.from_the_end:
-                until = flip(decay_until(flip(decay)))
-            key, state = weighed(key, until), fade(state, problem.xp.sum(decay, axis=-2))
-        return add_block(problem, rows, key, state, self.walk.functions)
-
-    def _tokens(self, step: Step) -> tuple[Any, Any, Array]:
-        """Return queries, keys and ``[v, 1]`` of a step; None for a side that it lacks."""
-        problem, start = self.walk.problem, self._start()
-        queries, keys, of_queries, of_keys = step.queries, step.keys, start, start
-        if step.positions is not None:
-            problem, queries, keys = step.problem(problem), slice(0, None), slice(0, None)
-            of_queries, of_keys = start + step.queries.start, start + step.keys.start
-        query = token_block(problem, "query", queries, of_queries) if step.num_queries else None
-        if not step.num_keys:
-            return query, None, None
-        values_and_one = values_and_one_block(problem, keys)
-        return query, key_block(problem, keys, of_keys), values_and_one
-
-    def _pull(self, step: Step, state: State, adjoint: State) -> State:
+    def _back(self, step: Step, state: State, adjoint: State) -> State:
         """Write the gradients of a step after a state, and return the adjoint before it."""
-        walk, (query, key, values_and_one) = self.walk, self._tokens(step)
         if not step.num_queries:
-            gradients = walk.functions.reduce_block_vjp(
-                walk.problem.key_spec, key, values_and_one, adjoint
-            )
-            walk.write_key(step.keys, values_and_one, *gradients)
-            return adjoint
-        grad_output = step.place_queries(walk.grad_output(step.queries))
+            return self.pull_keys(step.keys, adjoint)
+        rows = self._rows(step)
         if not step.num_keys:
-            rows = self._rows(step, grad_output)
-            of_query, adjoint = _pull_read(walk, query, state, rows, grad_output, adjoint)
-            walk.write_query(step.queries, *of_query)
-            return adjoint
-        block = query, key, values_and_one
-        rows = self._rows(step, grad_output)
-        if walk.problem.weights.log_decay is not None and rows is None:
-            part, _ = causal_block(walk.problem, walk.functions, *block, state)
-            rows = divided_rows(part, grad_output)
-        if rows is not None:
-            return self._pull_rows(step, block, rows, state, adjoint)
-        answer = _scan_vjp(walk, step, block, state, adjoint, grad_output)
+            return self._read(step, rows, state, adjoint)
+        if rows is None and self.line.problem.weights.log_decay is not None:
+            part, _ = self.line.scan(step, state)
+            rows = divided_rows(part, self.pull.grad_output(step.queries))
+        if rows is None:
+            return self._block(step, state, adjoint)
+        return self._block_of_rows(step, rows, state, adjoint)
+
+    def _rows(self, step: Step) -> Rows | None:
+        """Cotangents of rows; None if the rows read only here, so that the step finds them."""
+        if self.numbers is None and self.line.problem.normalize:
+            return None
+        rows = given_rows(self.pull, step.queries, self.numbers)
+        log = self.line.log_weight(step)
+        if log is None:
+            return rows
+        xp = self.line.problem.xp
+        return rows._replace(log=xp.astype(rows.log - log, rows.log.dtype, copy=False))
+
+    def pull_keys(self, keys: slice, adjoint: State) -> State:
+        """Let keys read the adjoint of all rows after them; return it as it was before them."""
+        line = self.line
+        tokens, values = line.keys_at_end(keys), values_and_one_block(line.problem, keys)
+        vjp = self.pull.functions.reduce_block_vjp
+        of_key, of_values = vjp(line.problem.key_spec, tokens, values, adjoint)
+        self.pull.write_key(keys, values, of_key, of_values)
+        self._write_times(keys, of_keys=inner_products(values, of_values))
+        return line.faded(keys, adjoint)
+
+    def _read(self, step: Step, rows: Rows | None, state: State, adjoint: State) -> State:
+        """Pull back queries that read a state."""
+        problem, pull = self.line.problem, self.pull
+        query = token_block(problem, "query", step.queries, self.line.start)
+        spec, seen = read_spec(problem, state)
+        before = adjoint if seen is state else empty_adjoint(problem, state)
+        if rows is None:
+            grad = pull.grad_output(step.queries)
+            of_query, before = pull.functions.read_block_vjp(spec, query, seen, grad, before)
+            pull.write_query(step.queries, of_query)
+        else:
+            of_query, term, before = self._read_rows(spec, query, rows, seen, before)
+            pull.write_query(step.queries, of_query, term)
+            self._write_times(step.queries, of_rows=term)
+        if seen is state:
+            return before
+        return _generic.merge(adjoint, read_spec_vjp(problem, before, state))
+
+    def _read_rows(
+        self, spec: Any, query: Tokens, rows: Rows, state: State, adjoint: State
+    ) -> tuple[Array, Array, State]:
+        """Pull rows back that read a state; a decayed one near 1, so that logs keep their digits."""
+        if self.line.problem.weights.log_decay is None:
+            return read_rows_vjp(spec, query, rows, state, adjoint)
+        close, top = near(state)
+        nothing = empty_adjoint(self.line.problem, state)
+        moved = rows._replace(log=rows.log - top)
+        of_query, term, of_state = read_rows_vjp(spec, query, moved, close, nothing)
+        of_state = of_state._replace(log_scale=of_state.log_scale - top[..., 0])
+        return of_query, term, _generic.merge(adjoint, of_state)
+
+    def _block(self, step: Step, state: State, adjoint: State) -> State:
+        """Pull back a causal block that finds the cotangents of its rows."""
+        pull, line = self.pull, self.line
+        block = line.block(step)
+        grad_output = step.place_queries(pull.grad_output(step.queries), 0.0)
+        answer = _scan_vjp(pull, step, block, state, adjoint, grad_output)
         if _dispatch.is_declined(answer):
-            first, last = _halves(step)
-            adjoint = self._pull(last, self._add(first, state), adjoint)
-            return self._pull(first, state, adjoint)
-        gradient, *gradients, adjoint = answer
-        walk.write_query(step.queries, step.queries_of(gradient))
-        walk.write_key(step.keys, *map(step.keys_of, (values_and_one, *gradients)))
+            first, last = step.halves()
+            adjoint = self._back(last, line.add(first.keys, state), adjoint)
+            return self._back(first, state, adjoint)
+        of_query, *of_keys, adjoint = answer
+        pull.write_query(step.queries, step.queries_of(of_query))
+        pull.write_key(step.keys, *map(step.keys_of, (block[-1], *of_keys)))
         return adjoint
 
-    def _rows(self, step: Step, grad_output: Array) -> Rows | None:
-        """Cotangents of rows; None if the rows read only here, so that the block finds them."""
-        if not self.walk.problem.normalize:
-            rows = numerator_rows(grad_output)
-        elif self.numbers is not None:
-            rows = given_rows(self.walk, step.queries, self.numbers)
-        else:
-            return None
-        return (
-            rows
-            if self.far_bias is None
-            else rows._replace(log=rows.log - self.far_bias[..., None])
-        )
+    def _block_of_rows(self, step: Step, rows: Rows, state: State, adjoint: State) -> State:
+        """Pull back a causal block, from the cotangents of its rows."""
+        pull, line = self.pull, self.line
+        problem, (query, key, values) = line.in_order(), line.block(step)
+        specs = problem.query_spec, problem.key_spec
 
-    def _pull_rows(
-        self,
-        step: Step,
-        block: tuple[Tokens, Tokens, Array],
-        rows: Rows,
-        state: State,
-        adjoint: State,
-    ) -> State:
-        """Pull back through rows of a causal block, and write the gradient of its decay."""
-        walk, problem = self.walk, self.walk.problem
-        specs, flipped = (problem.query_spec, problem.key_spec), self.from_the_end
-        found = CausalBlock(specs, *block, from_the_end=flipped).pull(rows, state, adjoint)
-        of_query = (x if x is None else step.queries_of(x) for x in (found.query, found.term))
-        walk.write_query(step.queries, *of_query)
-        gradients = block[-1], found.key, found.values_and_one
-        walk.write_key(step.keys, *map(step.keys_of, gradients))
+        def turned(x: Array) -> Array:
+            return flip(x) if line.reverse else x
+
+        rows = rows._replace(
+            g1=step.place_queries(turned(rows.g1), 0.0),
+            log=step.place_queries(turned(rows.log), float("inf")),
+        )
+        found = CausalBlock(specs, query, key, values).pull(rows, state, adjoint)
+
+        def of_queries(x: Array) -> Array:
+            return None if x is None else turned(step.queries_of(x))
+
+        def of_keys(x: Array) -> Array:
+            return turned(step.keys_of(x))
+
+        pull.write_query(step.queries, of_queries(found.query), of_queries(found.term))
+        gradients = values, found.key, found.values_and_one
+        pull.write_key(step.keys, *map(of_keys, gradients))
         if problem.weights.log_decay is not None:
-            of_rows, of_keys = found.decayed
-            change = sum_to(of_rows, problem.state_lead, 2) - of_keys
-            walk.write("log_decay", step.keys, -change if self.from_the_end else change)
+            times = found.decayed
+            if line.elapsed(step) is not None:
+                times = found.term, inner_products(values, found.values_and_one)
+            self._write_times(step.queries, of_rows=of_queries(times[0]))
+            self._write_times(step.keys, of_keys=of_keys(times[1]))
         return found.adjoint
 
-    def _write_last_state(self, state: State) -> None:
-        """Write the gradient by the log of a factor on the returned state."""
-        walk, xp = self.walk, self.walk.problem.xp
-        grad_state = walk.cotangent.state
-        assert grad_state is not None
-        scale = xp.exp(state.log_scale + grad_state.log_scale)
-        change = xp.sum(xp.sum(grad_state.kvz * state.kvz, axis=-1) * scale, axis=-1)
-        walk.rows["last_state"].write(walk.task, slice(0, 1), change[..., None, None])
+    # Gradients of times -------------------------------------------------------------------------
 
+    def _write_times(self, tokens: slice, of_rows: Array = None, of_keys: Array = None) -> None:
+        """Write gradients by the log decay up to some tokens: a row's adds to it, a key's takes.
 
-def _halves(step: Step) -> tuple[Step, Step]:
-    """Cut a step of keys and queries along each other."""
-    n = step.num_queries // 2
-    keys, queries = step.keys.start + n, step.queries.start + n
-    first = Step(slice(step.keys.start, keys), slice(step.queries.start, queries))
-    return first, Step(slice(keys, step.keys.stop), slice(queries, step.queries.stop))
+        In the line from the end keys come later than the rows that read them.
+        """
+        if self.line.problem.weights.log_decay is None:
+            return
+        if of_rows is not None:
+            start = self.line.problem.sees.query_start
+            tokens = slice(tokens.start + start, tokens.stop + start)
+        gradient = -of_keys if of_rows is None else of_rows
+        self.pull.write("log_decay", tokens, -gradient if self.line.reverse else gradient)
+
+    def write_last(self, state: State, adjoint: State) -> None:
+        """Write the gradient by the log of a factor on the last state."""
+        xp, end = self.line.problem.xp, self.line.problem.key.shape[-2]
+        scale = xp.exp(state.log_scale + adjoint.log_scale)
+        change = xp.sum(xp.sum(adjoint.kvz * state.kvz, axis=-1) * scale, axis=-1)
+        self.pull.write("log_decay", slice(end - 1, end), change[..., None, None])
 
 
 def _scan_vjp(
-    walk: GradientWalk,
+    pull: Pullback,
     step: Step,
     block: tuple[Tokens, Tokens, Array],
     state: State,
@@ -265,42 +296,12 @@ def _scan_vjp(
     NotImplemented if the backend declines a long block: the generic code takes time and memory
     with the square of its length, so the caller cuts it in two.
     """
-    problem = walk.problem
+    problem: Problem = pull.problem
     arguments = (problem.query_spec, problem.key_spec, *block, state, adjoint, grad_output)
     if is_column_normalized(problem):
         return column_normalized_vjp(*arguments)
     is_long = step.num_queries > MAX_DECLINED_TOKENS and step.positions is None
     if not (is_long and problem.lead == problem.state_lead):
-        return walk.functions.scan_vjp(*arguments)
-    scan_vjp = walk.functions.backend_alone("scan_vjp")
+        return pull.functions.scan_vjp(*arguments)
+    scan_vjp = pull.functions.backend_alone("scan_vjp")
     return NotImplemented if scan_vjp is None else scan_vjp(*arguments)
-
-
-def _pull_read(
-    walk: GradientWalk,
-    query: Tokens,
-    state: State,
-    rows: Rows | None,
-    grad_output: Array,
-    adjoint: State,
-) -> tuple[tuple[Array, ...], State]:
-    """Arguments of ``write_query`` for queries that read a state, and the adjoint before it."""
-    problem = walk.problem
-    if rows is not None:
-        *of_query, adjoint = read_rows_vjp(problem.query_spec, query, rows, state, adjoint)
-        return tuple(of_query), adjoint
-    query_spec, seen = read_spec(problem, state)
-    if seen is state:
-        gradient, adjoint = walk.functions.read_block_vjp(
-            query_spec, query, seen, grad_output, adjoint
-        )
-        return (gradient,), adjoint
-    nothing = empty_adjoint(problem, state)
-    gradient, read = walk.functions.read_block_vjp(query_spec, query, seen, grad_output, nothing)
-    return (gradient,), _generic.merge(adjoint, read_spec_vjp(problem, read, state))
-
-
-def decay_gradient(xp: Any, terms: Array, last: Array | None) -> Array:
-    """Gradient of each token's log decay, ``(..., S, 1)``, from its terms and the last state's."""
-    later = xp.flip(xp.cumulative_sum(xp.flip(terms, axis=-2), axis=-2), axis=-2)
-    return later if last is None else later + last

@@ -25,8 +25,8 @@ from linattn._driver.blocks import (
     token_block,
     values_and_one_block,
 )
+from linattn._driver.runner import run_tasks
 from linattn._driver.specs import for_sequences
-from linattn._driver.walks import run_tasks
 from linattn.typing import Array, Cotangent, Index, Partial, Problem, RelativeBias, State
 
 MAX_BATCH_ELEMENTS = 1 << 21

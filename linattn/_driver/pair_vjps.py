@@ -1,140 +1,173 @@
 """The pullback of exact pairs: in softmax attention, near a query in an exact window, and of sinks.
 
-A row may read several sources on one scale, so that its cotangent is found first, by a forward
-pass. Exact pairs are weighed again, some keys at a time. Far keys of a window are pulled
-back apart, those to the right and those to the left, and all gradients are added.
+A row may read several parts on one scale, so that its cotangent is found first, by a forward pass.
+Exact pairs are weighed again, some keys at a time. What rows read by the map beside pairs is pulled
+back by `linear_vjps`, and all gradients are added. `backward` calls `pull_exact` and `pull_parts`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
-from linattn._driver.blocks import raw_tokens, values_and_one_block
-from linattn._driver.gradient_rows import GradientWalk
-from linattn._driver.linear_vjps import Scan, given_rows, row_numbers
-from linattn._driver.pairs import (
-    offset_bias,
-    rows_of_keys,
-    visible_pairs,
+import array_api_compat
+import numpy as np
+
+from linattn._driver.blocks import (
+    block_slices,
+    decay_of_rows,
+    raw_tokens,
+    rows_at,
+    values_and_one_block,
 )
+from linattn._driver.gradient_rows import Pullback
+from linattn._driver.linear_vjps import LinePullback, given_rows, pull_lines, row_numbers
+from linattn._driver.lines import Line
+from linattn._driver.pairs import offset_bias, rows_of_keys, visible_pairs
+from linattn._driver.runner import initial_state, last_of
+from linattn._driver.sinks import Sinks, without_sinks
 from linattn._driver.softmax import short_rows
-from linattn._driver.walks import Step
+from linattn._driver.stops import Stops, stops_of
+from linattn._generic.block_vjps import softmax_weights
 from linattn._generic.feature_vjps import sum_to
-from linattn.typing import Array, Exact, State
+from linattn.typing import Array, Exact, Problem, State
 
-MAX_ROWS = 512
-"""Most queries and most keys of a step, whose pairs are all in memory."""
+MAX_ROWS, MIN_TILE = 512, 128
+"""Most queries and most keys of a step, whose pairs are all in memory; least queries near keys."""
 
 Slices = list[slice]
 
 
-def pull_exact(walk: GradientWalk) -> Iterator[Any]:
+def pull_exact(pull: Pullback) -> Iterator[Any]:
     """Pull softmax attention back, over all pairs that count."""
-    problem = walk.problem
-    walk = walk._replace(block_size=short_rows(problem, walk.block_size))
-    numbers, queries = (yield from row_numbers(walk)), walk.query_slices()
+    problem = pull.problem
+    pull = pull._replace(block_size=short_rows(problem, pull.block_size))
+    numbers, queries = (yield from row_numbers(pull)), pull.query_slices()
 
     def rows_of(keys: slice) -> Slices:
         seen_by = rows_of_keys(problem, keys)
         return [q for q in queries if q.stop > seen_by.start and q.start < seen_by.stop]
 
-    keys = _slices(walk, slice(0, problem.key.shape[-2]))
-    yield from _pull_pairs(walk, problem.query_spec, numbers, (queries, keys), rows_of)
+    keys = _slices(pull, slice(0, problem.key.shape[-2]))
+    yield from _pull_pairs(pull, problem.query_spec, numbers, (queries, keys), rows_of)
 
 
-def pull_window(walk: GradientWalk) -> Iterator[State]:
-    """Pull an exact window back; yield the adjoint after each step, last the first state's."""
-    problem, bias = walk.problem.replace(want_log=True), walk.problem.weights.relative_bias
-    numbers = yield from row_numbers(walk._replace(problem=problem))
-    walk = walk._replace(problem=problem, block_size=min(walk.block_size, MAX_ROWS))
-    blocks = _Blocks.of(walk)
-    # Near keys are weighed in the coordinates of the caller.
-    near = walk._replace(problem=problem.replace(query_change=None, key_change=None))
-    assert problem.exact.spec is not None
-    yield from _pull_pairs(near, problem.exact.spec, numbers, blocks.slices(), blocks.rows_of)
-    left, right = (None, None) if bias is None else (bias.table[..., :1], bias.table[..., -1:])
-    share = 1
-    if problem.sees.ahead:
-        steps = blocks.far_steps(-1)
-        yield from Scan(walk._replace(share=1), numbers, True, steps, right).walk_back(None)
-        share = 2
-    # The scan from the start comes last: its adjoint belongs to the initial state.
-    steps = blocks.far_steps(1)
-    yield from Scan(walk._replace(share=share), numbers, False, steps, left).walk_back(None)
-
-
-def _slices(walk: GradientWalk, keys: slice) -> Slices:
+def _slices(pull: Pullback, keys: slice) -> Slices:
     """Blocks of some keys, none of them of sinks and of others."""
-    cut = min(max(keys.start, walk.problem.exact.sinks), keys.stop)
-    return walk.key_slices(slice(keys.start, cut)) + walk.key_slices(slice(cut, keys.stop))
+    cut = min(max(keys.start, pull.problem.exact.sinks), keys.stop)
+    return pull.key_slices(slice(keys.start, cut)) + pull.key_slices(slice(cut, keys.stop))
 
 
-def _joined(blocks: list[Slices]) -> Slices:
-    return [part for block in blocks for part in block]
+def pull_parts(pull: Pullback) -> Iterator[State]:
+    """Pull back rows that read several parts; yield the adjoint after each step of the lines.
+
+    ``pull`` receives totals. The last adjoint is the first state's.
+    """
+    problem = pull.problem.replace(want_log=True)
+    pull = pull._replace(problem=problem)
+    numbers = yield from row_numbers(pull)
+    if problem.exact.window is None:
+        yield from pull_lines(pull, numbers)
+        return
+    # Near keys are weighed in the coordinates of the caller.
+    plain = pull._replace(problem=problem.replace(query_change=None, key_change=None))
+    stops = stops_of(problem)
+    for rows, keys in _near_pairs(problem, pull.block_size):
+        _pull_near(plain, stops, rows, keys, numbers)
+    if not problem.exact.sinks:
+        yield from pull_lines(pull, numbers)
+        return
+    sinks = Sinks.of(problem)
+    for rows in block_slices(problem.query.shape[-2], min(pull.block_size, MAX_ROWS)):
+        _pull_pair(plain, rows, sinks.keys, numbers, sinks.visible(rows), sinks.bias(rows))
+    if pull.cotangent.state is not None:
+        _pull_sinks_of_state(pull, sinks.keys)
+    yield from pull_lines(pull._replace(problem=without_sinks(problem)), numbers)
 
 
-class _Blocks(NamedTuple):
-    """Queries and keys of each block of the window's length, cut into steps."""
+def _near_pairs(problem: Problem, block_size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield queries, and keys of which some are near to them; none of the keys is a sink."""
+    w, start, length = problem.exact.window, problem.sees.query_start, problem.query.shape[-2]
+    assert w is not None
+    tile = w * -(-MIN_TILE // w)
+    most = min(block_size, MAX_ROWS)
+    for i in range(start // tile, -(-(length + start) // tile)):
+        places = slice(max(i * tile, start), min((i + 1) * tile, length + start))
+        for part in block_slices(places.stop - places.start, most):
+            first, stop = places.start + part.start, places.start + part.stop
+            low = max((first // w - 1) * w, problem.exact.sinks, 0)
+            high = min(((stop - 1) // w + 2) * w, problem.key.shape[-2])
+            for keys in block_slices(high - low, most):
+                yield slice(first - start, stop - start), slice(low + keys.start, low + keys.stop)
 
-    queries: list[Slices]
-    keys: list[Slices]
-    num_sinks: int
-    ahead: bool
-    block_of_keys: dict[int, int]
-    """Of a step of keys, by its start."""
 
-    @classmethod
-    def of(cls, walk: GradientWalk) -> _Blocks:
-        """Cut the queries and keys of a problem."""
-        problem, w = walk.problem, walk.problem.exact.window
-        assert w is not None
-        length, size = (int(x.shape[-2]) for x in (problem.query, problem.key))
-        start = problem.sees.query_start
-        count = max(-(-size // w), -(-(length + start) // w), 1)
-        keys = [_slices(walk, slice(min(i * w, size), min(i * w + w, size))) for i in range(count)]
-        # Queries before the first key see none, wherever they are put.
-        ends = [0, *(min(max(i * w - start, 0), length) for i in range(1, count)), length]
-        queries = [walk.key_slices(slice(*of)) for of in pairwise(ends)]
-        return cls(
-            queries,
-            keys,
-            problem.exact.sinks,
-            problem.sees.ahead,
-            {part.start: i for i, block in enumerate(keys) for part in block},
-        )
+def _pull_near(pull: Pullback, stops: Stops, rows: slice, keys: slice, numbers: Array) -> None:
+    """Pull back near pairs, and no others, of some queries and keys."""
+    problem = pull.problem
+    key, (left, right, end) = np.arange(keys.start, keys.stop), stops.of(rows)
+    seen = (key >= left[:, None]) & (key < np.minimum(right, end)[:, None])
+    if not seen.any():
+        return
+    device, bias = array_api_compat.device(problem.key), offset_bias(problem, rows, keys)
+    if problem.weights.log_decay is not None:
+        bias = _decay_between(problem, rows, keys)
+    visible = None if seen.all() else problem.xp.asarray(seen, device=device)
+    _pull_pair(pull, rows, keys, numbers, visible, bias)
 
-    def slices(self) -> tuple[Slices, Slices]:
-        """Return all steps of queries, and of keys."""
-        return _joined(self.queries), _joined(self.keys)
 
-    def rows_of(self, keys: slice) -> Slices:
-        """Return steps of queries that some keys are near to, all for sinks."""
-        if keys.start < self.num_sinks:
-            return _joined(self.queries)
-        i = self.block_of_keys[keys.start]
-        return _joined(self.queries[max(i - self.ahead, 0) : i + 2])
+def _decay_between(problem: Problem, rows: slice, keys: slice) -> Array:
+    """Log decay between queries and keys, ``(..., n, s)``."""
+    xp, start = problem.xp, problem.sees.query_start
+    place = np.arange(rows.start, rows.stop) + start, np.arange(keys.start, keys.stop)
+    first = min(of.min() for of in place)
+    last = max(of.max() for of in place)
+    decay = decay_of_rows(problem, slice(int(first) + 1, int(last) + 1))
+    clock = xp.cumulative_sum(decay, axis=-2, include_initial=True)
+    row, key = (rows_at(clock, of - first) for of in place)
+    return xp.astype(-xp.abs(row - xp.matrix_transpose(key)), problem.dtype)
 
-    def far_steps(self, direction: int) -> list[Step]:
-        """Let the queries of each block read the keys before the block beside it.
 
-        Sinks come last: no query reads them by the map, but they are in the state.
-        """
-        steps: list[Step] = []
-        sinks: list[Step] = []
-        none = slice(0, 0)
-        queries, keys = self.queries[::direction], self.keys[::direction]
-        for i in range(len(keys) + 1):
-            if i < len(keys):
-                steps += [Step(none, rows) for rows in queries[i]]
-            for part in keys[i - 1] if i else []:
-                (sinks if part.start < self.num_sinks else steps).append(Step(part, none))
-        return steps + sinks
+def _pull_pair(
+    pull: Pullback, rows: slice, keys: slice, numbers: Array, visible: Array, bias: Array
+) -> None:
+    """Pull back all pairs of some queries and keys that are visible."""
+    problem, xp = pull.problem, pull.problem.xp
+    spec, row = problem.exact.spec, given_rows(pull, rows, numbers)
+    assert spec is not None
+    query, key = raw_tokens(problem, "query", rows, 0), raw_tokens(problem, "key", keys, 0)
+    values, log = values_and_one_block(problem, keys), row.log if bias is None else row.log - bias
+    pairs = spec, query, key, values, row.g1, log, visible
+    of_query, of_key, of_values = pull.functions.exact_vjp(*pairs)
+    pull.write_query(rows, of_query)
+    pull.write_key(keys, values, *(sum_to(x, problem.state_lead, 2) for x in (of_key, of_values)))
+    if problem.weights.log_decay is None:
+        return
+    of_log = softmax_weights(spec, query, key, log, visible)
+    of_log = of_log * xp.matmul(row.g1, xp.matrix_transpose(values))
+    start = problem.sees.query_start
+    later = np.arange(rows.start, rows.stop)[:, None] + start - np.arange(keys.start, keys.stop)
+    sign = xp.asarray(np.sign(later), dtype=of_log.dtype, device=array_api_compat.device(of_log))
+    of_log = of_log * sign
+    time = slice(rows.start + start, rows.stop + start)
+    pull.write("log_decay", time, xp.sum(of_log, axis=-1, keepdims=True))
+    of_keys = xp.matrix_transpose(xp.sum(of_log, axis=-2, keepdims=True))
+    pull.write("log_decay", keys, -of_keys)
+
+
+def _pull_sinks_of_state(pull: Pullback, keys: slice) -> None:
+    """Pull back the sinks that are in the last state: no query reads them by the map."""
+    problem = pull.problem
+    back = LinePullback(pull, Line(problem, pull.functions, 0))
+    nothing, rest = initial_state(problem), slice(keys.stop, problem.key.shape[-2])
+    adjoint = pull.last_adjoint(nothing)
+    if problem.weights.log_decay is not None:
+        sinks = last_of(back.line.add_all(keys, nothing, pull.block_size), nothing)
+        back.write_last(back.line.faded(rest, sinks), adjoint)
+    back.pull_keys(keys, back.line.faded(rest, adjoint))
 
 
 def _pull_pairs(
-    walk: GradientWalk,
+    pull: Pullback,
     spec: Exact,
     numbers: Array,
     slices: tuple[Slices, Slices],
@@ -144,7 +177,7 @@ def _pull_pairs(
 
     ``slices``: slices of queries and of keys; ``rows_of(keys)``: slices of queries that see them.
     """
-    problem, xp, (queries, all_keys) = walk.problem, walk.problem.xp, slices
+    problem, xp, (queries, all_keys) = pull.problem, pull.problem.xp, slices
     steps = [(keys, rows_of(keys)) for keys in all_keys]
     last = {rows.start: i for i, (_, seen_by) in enumerate(steps) for rows in seen_by}
     # Gradients of queries that see keys of later steps.
@@ -156,24 +189,24 @@ def _pull_pairs(
         )
         of_keys = [xp.zeros_like(key.x), xp.zeros_like(values_and_one)]
         for rows in seen_by:
-            query, pairs = raw_tokens(problem, "query", rows, 0), _pairs(walk, rows, keys, numbers)
+            query, pairs = raw_tokens(problem, "query", rows, 0), _pairs(pull, rows, keys, numbers)
             block = query, key, values_and_one, *pairs
-            of_query, *more = walk.functions.exact_vjp(spec, *block)
+            of_query, *more = pull.functions.exact_vjp(spec, *block)
             of_keys = [
                 x + sum_to(y, problem.state_lead, 2) for x, y in zip(of_keys, more, strict=True)
             ]
             held[rows.start] = held.get(rows.start, 0) + of_query
             if last[rows.start] == i:
-                walk.write_query(rows, held.pop(rows.start))
-        walk.write_key(keys, values_and_one, *of_keys)
+                pull.write_query(rows, held.pop(rows.start))
+        pull.write_key(keys, values_and_one, *of_keys)
         yield None
     for rows in queries:
         if rows.start not in last:
-            walk.write_query(rows, xp.zeros_like(raw_tokens(problem, "query", rows, 0).x))
+            pull.write_query(rows, xp.zeros_like(raw_tokens(problem, "query", rows, 0).x))
 
 
-def _pairs(walk: GradientWalk, rows: slice, keys: slice, numbers: Array) -> tuple[Any, ...]:
+def _pairs(pull: Pullback, rows: slice, keys: slice, numbers: Array) -> tuple[Any, ...]:
     """Cotangents of rows, log scales of pairs, their bias taken off, and which of them count."""
-    row, bias = given_rows(walk, rows, numbers), offset_bias(walk.problem, rows, keys)
+    row, bias = given_rows(pull, rows, numbers), offset_bias(pull.problem, rows, keys)
     log = row.log if bias is None else row.log - bias
-    return row.g1, log, visible_pairs(walk.problem, rows, keys)
+    return row.g1, log, visible_pairs(pull.problem, rows, keys)

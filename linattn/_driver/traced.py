@@ -21,8 +21,8 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.pairs import biased_queries, exact_keys, is_banded
+from linattn._driver.runner import initial_state, update
 from linattn._driver.specs import read_spec, select_rows
-from linattn._driver.walks import initial_state, update
 from linattn._generic.exact import exact_pairs
 from linattn._generic.states import divide, log_normalizer
 from linattn.typing import Array, Partial, Problem, State, Weights

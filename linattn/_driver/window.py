@@ -1,17 +1,21 @@
 """Near keys exactly, far keys by the feature map, one normalizer.
 
 Positions are cut into blocks of the window's length. The keys of a query's own block and of the
-blocks beside it (causal: the one before) are near. A group of blocks is computed together, with an
-axis of blocks before the axis of tokens. It reads three sources: near pairs, the keys to their left
-and the keys to their right. The last two are sums of the states of blocks; nothing is subtracted.
-With a decay, a sum is taken at the border of the near keys, and decays from there to each row.
+blocks beside it (causal: the one before) are near. Queries are computed in groups of blocks: exact
+pairs with the near keys, and two lines, which read the keys to the left of these and to the right.
+Nothing is subtracted. Short windows take the steps of the lines, which hold many borders each. Long
+windows, and libraries without causal blocks of their own, read a state for each block, on an axis
+of blocks: the states to the left and to the right are merged, so that each query reads once.
+
+`runner` computes every problem with an exact window here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import repeat
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from operator import itemgetter
+from typing import NamedTuple
 
 import array_api_compat
 import numpy as np
@@ -19,23 +23,30 @@ import numpy as np
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import (
-    add_key_blocks,
-    block_slices,
     decay_blocks,
-    decay_of_rows,
     flat_rows,
     in_blocks,
     in_map_coordinates,
     key_blocks,
     raw_tokens,
-    token_block,
-    values_and_one_block,
 )
 from linattn._driver.clusters import ChosenKeys, ExactClusters
-from linattn._driver.pairs import Read, Source, bias_block, biased_keys, biased_queries, join
-from linattn._driver.specs import for_blocks
+from linattn._driver.lines import Line
+from linattn._driver.pairs import (
+    Read,
+    Source,
+    bias_block,
+    biased_keys,
+    biased_queries,
+    join,
+    no_keys_seen,
+)
+from linattn._driver.short_runs import ShortRun, read_short_runs
+from linattn._driver.specs import for_blocks, innermost
+from linattn._driver.steps import MIN_RUN, Step, states_before
+from linattn._driver.stops import Integers, Stops, stops_of
 from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
-from linattn._generic.exact import beside, exact_pairs, in_band
+from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import (
     blocks_of,
     flip,
@@ -45,28 +56,13 @@ from linattn._generic.prefix_states import (
     weighted,
     with_block_axis,
 )
-from linattn.typing import Array, Partial, Problem, State, Tokens
+from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens
 
-FAN_OUT = 64
-"""Parts of a run of groups at each level of a division; the state after each part is held."""
+MAX_APART = 4
+"""Most runs of queries in a group that read keys to the right one run after the other."""
 
-
-class _Group(NamedTuple):
-    """Queries in some blocks, which see the keys before a stop, or only near ones ahead of them."""
-
-    rows: slice
-    first: int
-    """Number of the first block."""
-    num_blocks: int
-    stop: int | None
-    """None where the last key that a query sees is near to it."""
-    stops: Any = None
-    """Of each query, ``(L,)``; None where they are causal or `stop`."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a query may see keys of the block after its own."""
-        return self.stop is not None or self.stops is not None
+MIN_TILE = 64
+"""Least tokens of a tile, whose near pairs are computed together; a tile has whole blocks."""
 
 
 def window_rows(
@@ -80,31 +76,64 @@ def window_rows(
     """Attend to near keys exactly and to far ones by the map; return the state after all keys.
 
     The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
-    for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = FAN_OUT. With a
-    decay full attention reads each query twice.
+    for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = MAX_STATES of
+    `steps`.
     """
     window = _Window.of(problem, functions, state.length, block_size)
-    before = last = _Seen(state, 0)
-    for groups in window.runs():
-        for group, after in zip(groups, window.states_after(groups), strict=False):
-            before = window.advance(before, window.clipped(group, group.first - 1))
-            keys = window.keys(group)
-            lefts = window.lefts(group, keys, before.state)
-            sides = window.far_field(group, keys, lefts, after)
-            write(group.rows, window.read(group, keys, sides, clusters))
-            # A run may end within a block, in which the next one then begins.
-            ahead = (group.rows.stop + problem.sees.query_start) // window.size - group.first
-            before = window.seen(group, lefts, ahead, before)
-            last = window.seen(group, lefts, group.num_blocks + 1, before)
-    state_after = window.advance(last, window.length).state
-    return State(state_after.kvz, state_after.log_scale, state.length + window.length)
+    left = _Reader(window.line(0), state, 0)
+    for rows, sides in window.groups():
+        if clusters is not None or window.takes_states(rows, sides):
+            part = window.read_states(rows, left, sides, clusters)
+        else:
+            part = window.read_lines(rows, left, sides)
+        write(rows, part)
+    last = left.advance(problem.key.shape[-2], block_size)
+    return State(last.kvz, last.log_scale, state.length + problem.key.shape[-2])
 
 
-class _Seen(NamedTuple):
-    """State of all keys before a position."""
+class _Reader:
+    """A line on its way: the state of the keys before one of them, to which later rows add."""
 
+    def __init__(self, line: Line, state: State, key: int) -> None:
+        self.line, self.state, self.key = line, state, key
+
+    def advance(self, key: int, block_size: int) -> State:
+        """Add the keys before ``key``, and return the state."""
+        for state in self.line.add_all(slice(self.key, key), self.state, block_size):
+            self.state = state
+        self.key = max(key, self.key)
+        return self.state
+
+    def read(self, rows: slice, stops: Integers, block_size: int) -> Partial:
+        """Read the keys before the stop of each row, ``(n,)``."""
+        keys = slice(self.key, int(stops[-1]))
+        steps = self.line.steps(stops - self.key, block_size, keys=keys, queries=rows)
+        part, self.state = _read(self.line, steps, self.state)
+        self.key = keys.stop
+        return part
+
+
+class _Side(NamedTuple):
+    """Queries that read keys to the right of their near ones."""
+
+    rows: slice
+    stops: Stops
+    line: Line
+    """From the pivot to the near keys."""
     state: State
-    border: int
+    """Keys before the pivot that all of the rows read."""
+    beyond: _Reader
+    """Keys from the pivot on."""
+
+    def read(self, block_size: int) -> Partial:
+        """Read all of these keys."""
+        _, right, end = self.stops.of(self.rows)
+        keys, stops = slice(int(right[0]), int(right[-1])), (right[-1] - right)[::-1]
+        steps = self.line.steps(stops, block_size, keys=keys, queries=self.rows)
+        part, _ = _read(self.line, steps, self.state)
+        if end[-1] == self.beyond.key:
+            return part
+        return _generic.combine(part, self.beyond.read(self.rows, end, block_size))
 
 
 class _Keys(NamedTuple):
@@ -124,15 +153,20 @@ class _Keys(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A problem on the true scale, the same problem with an axis of blocks, and block sizes."""
+    """A problem on the true scale, the same problem with an axis of blocks, and sizes."""
 
     problem: Problem
     blocked: Problem
     functions: BlockFunctions
+    stops: Stops
     size: int
     """Tokens of a block."""
     group_size: int
-    """Blocks of a group."""
+    """Tokens of a group, which has whole tiles."""
+    in_place: bool
+    """Whether the map must be given tokens at their positions."""
+    short: bool
+    """Whether blocks are read by the steps of lines."""
     start: int
     """Position of the first key for the map."""
 
@@ -146,228 +180,308 @@ class _Window(NamedTuple):
         assert size is not None
         names = ("query_spec", "key_spec", "query_change", "key_change")
         blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
-        return cls(problem, blocked, functions, size, max(1, block_size // size), start)
+        specs = innermost(problem.query_spec), innermost(problem.key_spec)
+        in_place = any(isinstance(spec, Opaque) for spec in specs)
+        backend = functions.backend_alone("scan_block")
+        short = size < MIN_RUN and backend is not None and not in_place
+        tile = size * -(-MIN_TILE // size) if short else size
+        group = max(1, block_size // tile) * tile
+        stops = stops_of(problem)
+        return cls(problem, blocked, functions, stops, size, group, in_place, short, start)
 
     @property
-    def length(self) -> int:
-        """Count the keys."""
-        return int(self.problem.key.shape[-2])
+    def tile(self) -> int:
+        """Tokens whose near pairs are computed together."""
+        return self.size * -(-MIN_TILE // self.size) if self.short else self.size
 
-    def limit(self, group: _Group) -> int:
-        """Position after the last key that queries of a group may see."""
-        if group.stops is not None:
-            return int(group.stops[group.rows.stop - 1])
-        return self.length if group.stop is None else group.stop
-
-    def clipped(self, group: _Group, block: int) -> int:
-        """Position of the first key of a block, within those that a group may see."""
-        return min(max(block * self.size, 0), self.limit(group))
+    def line(self, end: int, *, reverse: bool = False) -> Line:
+        """Return a line of the keys to the left (``end`` 0) or to the right (-1) of a window."""
+        bias = self.problem.weights.relative_bias
+        weight = (
+            None if bias is None else (bias.table[..., :1], bias.table[..., -1:])[end][..., None]
+        )
+        return Line(self.problem, self.functions, self.start, reverse, weight)
 
     # How queries are cut
 
-    def runs(self) -> Iterator[list[_Group]]:
-        """Cut the queries into runs that are causal or have one stop, and these into groups."""
-        problem, w, start = self.problem, self.size, self.problem.sees.query_start
-        for rows, stop in _runs(problem):
-            stops = problem.sees.key_stop if stop is None else None
-            first, end = (rows.start + start) // w, -(-(rows.stop + start) // w)
-            groups = []
-            for block in range(first, end, self.group_size):
-                count = min(self.group_size, end - block)
-                places = block * w - start, (block + count) * w - start
-                part = slice(max(places[0], rows.start), min(places[1], rows.stop))
-                groups.append(_Group(part, block, count, stop, stops))
-            yield groups
+    def groups(self) -> Iterator[tuple[slice, list[_Side]]]:
+        """Cut the queries into groups; yield each with those of it that read keys to the right."""
+        rows = list(self._cut(slice(0, self.problem.query.shape[-2])))
+        runs = [(list(self._cut(run)), pivot) for run, pivot in self.stops.runs_ahead()]
+        sides = chain.from_iterable(self._sides(*run) for run in runs)
+        starts = [part.start for parts, _ in runs for part in parts]
+        counts = np.searchsorted(starts, [group.stop for group in rows])
+        for group, count in zip(rows, np.diff(counts, prepend=0).tolist(), strict=True):
+            yield group, list(islice(sides, count))
 
-    # States
+    def _cut(self, rows: slice) -> Iterator[slice]:
+        """Cut queries where groups begin."""
+        first = rows.start
+        size, start = self.group_size, self.problem.sees.query_start
+        while first < rows.stop:
+            stop = min((first + start) // size * size + size - start, rows.stop)
+            yield slice(first, stop)
+            first = stop
 
-    def keys(self, group: _Group) -> _Keys:
-        """Keys of a group's blocks and of the blocks beside it; keys it may not see are masked."""
-        first, stop = group.first - 1, group.first + group.num_blocks + group.ahead
-        blocks = first, stop, self.size, self.start, self.limit(group)
-        key, values_and_one = key_blocks(self.problem, *blocks)
+    def _sides(self, parts: list[slice], pivot: int) -> Iterator[_Side]:
+        """Yield the parts of a run, each with the state of the keys that all of its rows read."""
+        line = self.line(-1, reverse=True)
+        lasts = [slice(part.stop - 1, part.stop) for part in parts]
+        borders = [int(self.stops.of(last).right[0]) for last in lasts]
+        nothing = no_keys(self.problem)
+        beyond = _Reader(self.line(-1), nothing, pivot)
+
+        def add(keys: slice, state: State) -> State:
+            for after in line.add_all(keys, state, self.group_size):
+                state = after
+            return state
+
+        # In the order of the line; each with the keys that the part before it reads beside its own.
+        items = list(zip(parts, map(slice, [0, *borders], borders), strict=False))[::-1]
+        first = add(slice(borders[-1], pivot), nothing)
+        for (rows, _), state in states_before(
+            items, first, lambda item, state: add(item[1], state)
+        ):
+            yield _Side(rows, self.stops, line, state, beyond)
+
+    def takes_states(self, rows: slice, sides: list[_Side]) -> bool:
+        """Whether each block of a group reads one state to its left, and one to its right."""
+        if self.short:
+            return False
+        place = np.arange(rows.start, rows.stop) + self.problem.sees.query_start
+        borders = np.maximum((place // self.size - 1) * self.size, 0)
+        left, _, end = self.stops.of(rows)
+        is_one = [side.rows for side in sides] in ([], [rows])
+        regular = bool((left == np.minimum(borders, self.problem.key.shape[-2])).all())
+        return regular and is_one and (not sides or bool((end == sides[0].beyond.key).all()))
+
+    # By lines
+
+    def read_lines(self, rows: slice, left: _Reader, sides: list[_Side]) -> Partial:
+        """Read near pairs, and all others by the steps of lines."""
+        part = _generic.combine(
+            self.near(rows, self.tile), left.read(rows, self.stops.of(rows).left, self.group_size)
+        )
+        if not sides:
+            return part
+        parts, row = [], rows.start
+        for side, found in zip(sides, self._read_sides(sides), strict=True):
+            parts += [*self._no_keys(row, side.rows.start), found]
+            row = side.rows.stop
+        parts += self._no_keys(row, rows.stop)
+        return _generic.combine(part, _joined(parts))
+
+    def _read_sides(self, sides: list[_Side]) -> Iterator[Partial]:
+        """Read what some runs of queries see to the right; many short ones at once."""
+        if len(sides) <= MAX_APART or self.problem.policy.lazy or self.in_place:
+            yield from (side.read(self.group_size) for side in sides)
+            return
+        before, after = [], []
+        for side in sides:
+            _, right, end = self.stops.of(side.rows)
+            pivot, rows = side.beyond.key, np.arange(side.rows.start, side.rows.stop)
+            keys = np.arange(right[0], pivot)
+            before.append(ShortRun(keys[::-1], rows[::-1], (pivot - right)[::-1]))
+            after.append(ShortRun(np.arange(pivot, end[-1]), rows, end - pivot))
+        line, read = self.line(-1)._replace(problem=self.blocked), read_short_runs
+        yield from map(_generic.combine, read(line, before), read(line, after))
+
+    def _no_keys(self, row: int, stop: int) -> list[Partial]:
+        """Return what queries read of no keys, if there are such queries."""
+        if row == stop:
+            return []
+        query = raw_tokens(self.problem, "query", slice(row, stop), 0)
+        return [no_keys_seen(self.problem, query)]
+
+    def near(self, rows: slice, tile: int) -> Partial:
+        """Read near pairs only."""
+        near, query, front = self._near(rows, tile)
+        part = near.read(self.blocked, self.functions, query, None)
+        return _own(self.problem, flat_rows(part, rows.stop - rows.start, front))
+
+    def _near(self, rows: slice, tile: int) -> tuple[_Near, Tokens, int]:
+        """Return near keys of some queries, these in tiles, and the rows of padding before them."""
+        start, flat = (
+            self.problem.sees.query_start,
+            raw_tokens(self.problem, "query", rows, self.start),
+        )
+        first, count = self._tiles(rows, tile)
+        front = rows.start + start - first * tile
+        keys = self.keys(rows, tile)
+        visible = self.visible(rows, tile, front, count)
+        return _Near(keys, visible, self.size), in_blocks(flat, count * tile, tile, front), front
+
+    def _tiles(self, rows: slice, tile: int) -> tuple[int, int]:
+        """Return the number of the first tile of some queries, and how many there are."""
+        start = self.problem.sees.query_start
+        first = (rows.start + start) // tile
+        return first, -(-(rows.stop + start) // tile) - first
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a query may see keys of the block after its own."""
+        return self.problem.sees.ahead or self.problem.sees.key_stop is not None
+
+    def end(self, rows: slice) -> int:
+        """Return the first key that none of some queries sees, after all that one does."""
+        return int(self.stops.of(slice(rows.stop - 1, rows.stop)).end[0])
+
+    def keys(self, rows: slice, tile: int) -> _Keys:
+        """Keys of some queries' tiles and of the tiles beside; keys that none sees are masked."""
+        first, count = self._tiles(rows, tile)
+        tiles = first - 1, first + count + self.ahead, tile
+        limit = self.end(rows) if self.ahead else self.problem.key.shape[-2]
+        key, values_and_one = key_blocks(self.problem, *tiles, self.start, limit)
         decay = None
         if self.problem.weights.log_decay is not None:
-            decay = decay_blocks(self.problem, first, stop, self.size)
+            decay = decay_blocks(self.problem, *tiles)
         return _Keys(key, values_and_one, decay)
 
-    def advance(self, seen: _Seen, border: int) -> _Seen:
-        """Add all keys before a position to a state."""
-        state, keys = seen.state, slice(seen.border, max(seen.border, border))
-        size = self.size * self.group_size
-        for after in add_key_blocks(self.problem, state, keys, self.start, size, self.functions):
-            state = after
-        return _Seen(state, keys.stop)
+    def visible(self, rows: slice, tile: int, front: int, count: int) -> Array:
+        """Which near keys the queries of each tile see, ``(..., t, s)``; None for all."""
+        w, problem = self.size, self.problem
+        query, key = np.arange(tile)[:, None], np.arange(-w, tile + (w if self.ahead else 0))
+        seen = abs(query // w - key // w) <= 1
+        if not self.ahead:
+            seen &= key <= query
+        elif problem.sees.key_stop is not None:
+            stops = np.zeros(count * tile, np.int64)
+            stops[front : front + rows.stop - rows.start] = problem.sees.key_stop[rows]
+            place = np.arange(count)[:, None, None] * tile + self._tiles(rows, tile)[0] * tile
+            seen = seen & (key + place < stops.reshape(count, tile, 1))
+        device = array_api_compat.device(problem.key)
+        return None if seen.all() else problem.xp.asarray(seen, device=device)
 
-    def seen(self, group: _Group, lefts: State, count: int, before: _Seen) -> _Seen:
-        """State of all keys before the group's block ``count - 1``; ``before`` if that is later."""
-        border = min((group.first + count - 1) * self.size, self.length)
-        if not before.border < border <= self.limit(group):
-            return before
-        return _Seen(state_at(lefts, count), border)
+    # By states of blocks
 
-    def lefts(self, group: _Group, keys: _Keys, before: State) -> State:
-        """State of all keys left of each block's near keys; also for the next two blocks."""
-        key, totals = keys.key, keys.totals
-        if keys.log_decay is not None:
-            key = weighed(key, decay_until(keys.log_decay))
-        states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
-        run = slice(0, group.num_blocks + 1)
-        return _running(self.problem, before, blocks_of(states, run), totals, run)
-
-    def rights(self, group: _Group, keys: _Keys, after: State) -> State:
-        """State of all keys right of each block's near keys; ``after`` is the last of them."""
-        key, totals = keys.key, keys.totals
-        if keys.log_decay is not None:
-            key = weighed(key, _decay_from_first(keys.log_decay))
-        states = _block_states(self.blocked, key, keys.values_and_one, self.functions)
-        run = slice(3, group.num_blocks + 2)
-        states = flip(blocks_of(states, run))
-        if totals is not None:
-            totals = self.problem.xp.flip(totals[..., run, :], axis=-2)
-        return flip(_running(self.problem, after, states, totals, slice(0, group.num_blocks - 1)))
-
-    def states_after(self, groups: list[_Group]) -> Iterator[State | None]:
-        """Yield for each group of a run the state of all keys from the second block after it on.
-
-        The groups are divided into at most FAN_OUT parts, whose states are merged from the last to
-        the first; each part is divided in the same way.
-        """
-        if groups[0].stop is None:
-            return repeat(None)
-        rest = slice(self._second_after(groups[-1:]).stop, groups[0].stop)
-        return self._divided(groups, self._added(rest, _no_keys(self.problem)))
-
-    def _divided(self, groups: list[_Group], after: State) -> Iterator[State]:
-        if len(groups) == 1:
-            yield after
-            return
-        size = -(-len(groups) // FAN_OUT)
-        parts = [groups[i : i + size] for i in range(0, len(groups), size)]
-        states = [after]
-        for part in reversed(parts[1:]):
-            states.append(self._added(self._second_after(part), states[-1]))
-        for part in parts:
-            yield from self._divided(part, states.pop())
-
-    def _second_after(self, groups: list[_Group]) -> slice:
-        """Keys from the second block of some groups to the first block after them."""
-        blocks = groups[0].first + 1, groups[-1].first + groups[-1].num_blocks + 1
-        return slice(*(self.clipped(groups[0], block) for block in blocks))
-
-    def _added(self, keys: slice, state: State) -> State:
-        """Add keys to the state of all keys after them, last block first."""
-        problem = self.problem
-        parts = block_slices(keys.stop - keys.start, self.size * self.group_size)
-        for part in reversed(list(parts)):
-            rows = slice(keys.start + part.start, keys.start + part.stop)
-            key = token_block(problem, "key", rows, self.start)
-            if problem.weights.log_decay is not None:
-                decay = decay_of_rows(problem, rows)
-                key = weighed(key, _decay_from_first(decay))
-                state = fade(state, problem.xp.sum(decay, axis=-2))
-            values_and_one = values_and_one_block(problem, rows)
-            state = self.functions.reduce_block(problem.key_spec, key, values_and_one, state)
-        return state
-
-    # Sources
-
-    def far_field(
-        self, group: _Group, keys: _Keys, lefts: State, after: State | None
-    ) -> list[Read]:
-        """Return reads of the far keys to the left of each block, and to the right."""
-        problem, count = self.problem, group.num_blocks
-        left, right = blocks_of(lefts, slice(0, count)), None
-        if after is not None and (group.first + 2) * self.size < self.limit(group):
-            right = self.rights(group, keys, after)
-        if keys.log_decay is not None:
-            decay, totals = keys.log_decay[..., 1 : count + 1, :, :], keys.totals
-            assert totals is not None
-            reads = [_decayed(problem, left, totals[..., :count, None, :] + decay_since(decay))]
-            if right is not None:
-                log = totals[..., 2 : count + 2, None, :] + decay_until(decay) + decay
-                reads.append(_decayed(problem, right, log))
-            return reads
-        if problem.weights.relative_bias is not None:
-            table = problem.weights.relative_bias.table[..., None, :]
-            left = weighted(left, table[..., :1])
-            right = None if right is None else weighted(right, table[..., -1:])
-        return [Read(left if right is None else _generic.merge(left, right))]
-
-    def read(
-        self, group: _Group, keys: _Keys, reads: list[Read], clusters: ExactClusters | None
+    def read_states(
+        self, rows: slice, left: _Reader, sides: list[_Side], clusters: ExactClusters | None
     ) -> Partial:
-        """Read all sources of a group, as rows on one axis."""
-        problem, rows = self.problem, group.rows
-        flat = raw_tokens(problem, "query", rows, self.start)
-        front = rows.start + problem.sees.query_start - group.first * self.size
-        query = in_blocks(flat, group.num_blocks * self.size, self.size, front)
-        sources: list[Source] = [_Near(keys, self.visible(group, front)), *reads]
+        """Read near pairs, and states of all others on an axis of blocks."""
+        near, query, front = self._near(rows, self.size)
+        reads = self._far(rows, near.keys, left, sides)
+        sources: list[Source] = [near, *reads]
         if clusters is not None:
+            flat = raw_tokens(self.problem, "query", rows, self.start)
             sources[1:] = [ChosenKeys(clusters, flat, reads)]
         part = join(self.blocked, self.functions, query, sources)
         assert part is not None
         return flat_rows(part, rows.stop - rows.start, front)
 
-    def visible(self, group: _Group, front: int) -> Array:
-        """Which near keys the queries of each block see, ``(..., w, s)``; None for all."""
-        problem, w, n = self.problem, self.size, group.num_blocks
-        if group.stop is not None:
-            return None
-        if group.stops is None:
-            return in_band(problem.key, w, 2 * w, (-w, w))
-        of_rows = np.zeros(n * w, np.int64)
-        of_rows[front : front + group.rows.stop - group.rows.start] = group.stops[group.rows]
-        place = np.arange(group.first - 1, group.first - 1 + n)[:, None] * w + np.arange(3 * w)
-        seen = place[:, None, :] < of_rows.reshape(n, w, 1)
-        return problem.xp.asarray(seen, device=array_api_compat.device(problem.key))
+    def _far(self, rows: slice, keys: _Keys, left: _Reader, sides: list[_Side]) -> list[Read]:
+        """Return reads of the far keys to the left of each block, and to the right."""
+        problem, (first, count) = self.problem, self._tiles(rows, self.size)
+        states, totals = self._lefts(first, count, keys, left), keys.totals
+        lefts = blocks_of(states, slice(0, count))
+        border, end = (first + count - 1) * self.size, self.end(rows)
+        if left.key < border <= end:
+            left.state, left.key = state_at(states, count), border
+        rights = self._rights(count, keys, sides[0].state) if sides else None
+        if keys.log_decay is not None:
+            assert totals is not None
+            decay = keys.log_decay[..., 1 : count + 1, :, :]
+            reads = [_decayed(problem, lefts, totals[..., :count, None, :] + decay_since(decay))]
+            if rights is not None:
+                log = totals[..., 2 : count + 2, None, :] + decay_until(decay) + decay
+                reads.append(_decayed(problem, rights, log))
+            return reads
+        if problem.weights.relative_bias is not None:
+            table = problem.weights.relative_bias.table[..., None, :]
+            lefts = weighted(lefts, table[..., :1])
+            rights = None if rights is None else weighted(rights, table[..., -1:])
+        return [Read(lefts if rights is None else _generic.merge(lefts, rights))]
+
+    def _lefts(self, first: int, count: int, keys: _Keys, left: _Reader) -> State:
+        """State of all keys left of each block's near keys, and of those of the block after."""
+        border = min(max((first - 1) * self.size, 0), self.problem.key.shape[-2])
+        before = left.advance(border, self.group_size)
+        key, totals = keys.key, keys.totals
+        if keys.log_decay is not None:
+            key = weighed(key, decay_until(keys.log_decay))
+        states = self._of_blocks(key, keys.values_and_one)
+        run = slice(0, count)
+        return _running(self.problem, before, blocks_of(states, run), totals, run)
+
+    def _rights(self, count: int, keys: _Keys, after: State) -> State:
+        """State of all keys right of each block's near keys; ``after`` is the last of them."""
+        key, totals = keys.key, keys.totals
+        if keys.log_decay is not None:
+            decay = decay_since(keys.log_decay)
+            key = weighed(key, decay - keys.log_decay[..., :1, :])
+        states = self._of_blocks(key, keys.values_and_one)
+        run = slice(3, count + 2)
+        states = flip(blocks_of(states, run))
+        if totals is not None:
+            totals = self.problem.xp.flip(totals[..., run, :], axis=-2)
+        return flip(_running(self.problem, after, states, totals, slice(0, count - 1)))
+
+    def _of_blocks(self, key: Tokens, values_and_one: Array) -> State:
+        """State of each block, with an axis of blocks."""
+        empty = no_keys(self.problem, key.x.shape[-3])
+        tokens = in_map_coordinates(self.blocked, "key", key)
+        block = self.blocked.key_spec, tokens, values_and_one, empty
+        return self.functions.reduce_block(*block)  # type: ignore[no-any-return]
 
 
 class _Near(NamedTuple):
-    """A source: the keys of each block of queries and of the blocks beside it."""
+    """A source: keys of each tile of queries and of the blocks beside it."""
 
     keys: _Keys
     visible: Array
+    size: int
+    """Tokens of a block; a tile has one or more."""
 
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
     ) -> Partial:
-        """Read near pairs: those of each block side by side."""
+        """Read near pairs: those of each tile side by side."""
         assert so_far is None
         assert problem.exact.spec is not None
         key, values_and_one, decay = self.keys
         spec, query = biased_queries(problem, problem.exact.spec, query)
-        key = biased_keys(problem, key, padded=True)
-        g, w = query.x.shape[-3:-1]
-        keys = key.each(lambda x: beside(x, g))
+        g, t = query.x.shape[-3:-1]
+        w, ahead = self.size, key.x.shape[-3] == g + 2
+        within = slice(t - w, 2 * t + (w if ahead else 0))
+
+        def near(x: Array) -> Array:
+            return None if x is None else beside(x, g)[..., within, :]
+
+        keys = biased_keys(problem, key, padded=True).each(near)
         s, bias = keys.x.shape[-2], None
         if problem.weights.relative_bias is not None:
-            bias = bias_block(problem.weights.relative_bias, -w, w, s)[..., None, :, :]
+            bias = bias_block(problem.weights.relative_bias, -w, t, s)[..., None, :, :]
         elif decay is not None:
-            xp, since = problem.xp, decay_since(beside(decay, g))
-            bias = -xp.abs(since[..., w : 2 * w, :] - xp.matrix_transpose(since))
+            xp, since = problem.xp, decay_since(near(decay))
+            bias = -xp.abs(since[..., w : w + t, :] - xp.matrix_transpose(since))
             bias = xp.astype(bias, problem.dtype, copy=False)
-        pairs = beside(values_and_one, g), self.visible, bias, problem.policy.lazy
+        pairs = near(values_and_one), self.visible, bias, problem.policy.lazy
         return exact_pairs(spec, query, keys, *pairs, functions.exact_block)
 
 
-def _runs(problem: Problem) -> Iterator[tuple[slice, int | None]]:
-    """Cut queries into runs that see the keys before one stop, or, None, near keys at most."""
-    stops, length, start = problem.sees.key_stop, problem.query.shape[-2], problem.sees.query_start
-    if not length:
-        return
-    if stops is None:
-        yield slice(0, length), problem.key.shape[-2] if problem.sees.ahead else None
-        return
-    w = problem.exact.window or 1
-    block = np.arange(start, start + length) // w * w
-    is_near = (block - w <= stops) & (stops <= block + 2 * w)
-    is_new = np.diff(is_near, prepend=not is_near[0]) | (
-        ~is_near & (np.diff(stops, prepend=-1) != 0)
-    )
-    firsts = np.flatnonzero(is_new).tolist()
-    for first, end in zip(firsts, [*firsts[1:], length], strict=True):
-        yield slice(first, end), None if is_near[first] else int(stops[first])
+def _read(line: Line, steps: list[Step], state: State) -> tuple[Partial, State]:
+    """Take steps; return the sums of all their queries, and the state after them."""
+    parts = []
+    for step in steps:
+        part, state = line.take(step, state)
+        if part is not None:
+            parts.append((step.queries.start, _own(line.problem, part)))
+    return _joined([part for _, part in sorted(parts, key=itemgetter(0))]), state
+
+
+def _own(problem: Problem, part: Partial) -> Partial:
+    """Copy sums: a backend may make the next in the same place."""
+    if problem.policy.lazy:
+        return part
+    return Partial(*(problem.xp.asarray(x, copy=True) for x in part[:2]))
+
+
+def _joined(parts: list[Partial]) -> Partial:
+    """Join sums of rows along their axis."""
+    if len(parts) == 1:
+        return parts[0]
+    xp = _arrays.namespace(parts[0].num_den)
+    logs = [xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1)) for part in parts]
+    return Partial(xp.concat([part.num_den for part in parts], axis=-2), xp.concat(logs, axis=-2))
 
 
 def _running(
@@ -389,21 +503,8 @@ def _decayed(problem: Problem, states: State, log: Array) -> Read:
     return Read(states, problem.xp.astype(top + log, problem.dtype, copy=False))
 
 
-def _decay_from_first(log_decay: Array) -> Array:
-    """Decay from the first token of a run to each of it, going back."""
-    return decay_since(log_decay) - log_decay[..., :1, :]
-
-
-def _no_keys(problem: Problem, *blocks: int) -> State:
+def no_keys(problem: Problem, *blocks: int) -> State:
+    """Return an empty state of a problem's heads, or one for each block."""
     like = problem.xp.empty((0,), dtype=problem.dtype, device=array_api_compat.device(problem.key))
     lead, m = (*problem.state_lead, *blocks), problem.num_features
     return _generic.empty_state(lead, m, problem.value.shape[-1], like)
-
-
-def _block_states(
-    problem: Problem, key: Tokens, values_and_one: Array, functions: BlockFunctions
-) -> State:
-    """State of each block, with an axis of blocks."""
-    empty = _no_keys(problem, key.x.shape[-3])
-    tokens = in_map_coordinates(problem, "key", key)
-    return functions.reduce_block(problem.key_spec, tokens, values_and_one, empty)  # type: ignore[no-any-return]

@@ -47,16 +47,20 @@ def numerator_rows(grad_output: Array) -> Rows:
 
 
 def row_scale(part: Partial, grad_output: Array) -> RowScale:
-    """Return the three numbers of a row's forward pass that its cotangent needs."""
+    """Return the three numbers of a row's forward pass that its cotangent needs.
+
+    On the row's scale its denominator is 1 or -1, so that no weight of a positive map exceeds 1.
+    """
     xp = namespace(part.num_den)
     numerator, denominator = part.num_den[..., :-1], part.num_den[..., -1:]
     # A masked token alone in its block has a denominator, on the scale 0.
     dead = (denominator == 0) | (part.log == -xp.inf)
     ones, zeros = xp.ones_like(denominator), xp.zeros_like(denominator)
-    inverse = xp.where(dead, zeros, ones / xp.where(dead, ones, denominator))
-    inner = inverse * xp.sum(grad_output * (numerator * inverse), axis=-1, keepdims=True)
-    log = part.log + zeros
-    return RowScale(xp.where(dead, zeros + xp.inf, log), inverse, inner)
+    divisor = xp.where(dead, ones, denominator)
+    sign = xp.where(dead, zeros, xp.where(divisor < 0, -ones, ones))
+    inner = sign * xp.sum(grad_output * (numerator / divisor), axis=-1, keepdims=True)
+    log = part.log + xp.log(xp.abs(divisor))
+    return RowScale(xp.where(dead, zeros + xp.inf, log), sign, inner)
 
 
 def row_cotangent(scale: RowScale, grad_output: Array) -> Array:
@@ -213,7 +217,7 @@ def exact_vjp(
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and ``[v, 1]`` through their weights. O(n s (d + e)) time."""
     xp = namespace(values_and_one)
-    weights = _softmax_weights(spec, query, key, log, visible)
+    weights = softmax_weights(spec, query, key, log, visible)
     grad_logits = weights * xp.matmul(grad_num_den, xp.matrix_transpose(values_and_one))
     return (
         xp.matmul(grad_logits, key.x) * spec.scale,
@@ -222,7 +226,7 @@ def exact_vjp(
     )
 
 
-def _softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visible: Array) -> Array:
+def softmax_weights(spec: Exact, query: Tokens, key: Tokens, log: Array, visible: Array) -> Array:
     """Weights of visible keys on the scale of their rows; 0 for the others."""
     xp = namespace(log)
     logits = xp.matmul(query.x * spec.scale, xp.matrix_transpose(key.x))

@@ -67,10 +67,7 @@ class BlockGradients(NamedTuple):
 
 
 class CausalBlock:
-    """A causal block, evaluated in the order in which it is scanned.
-
-    ``from_the_end``: rows read the tokens after them, and not themselves.
-    """
+    """A causal block, evaluated."""
 
     def __init__(
         self,
@@ -78,19 +75,10 @@ class CausalBlock:
         query: Tokens,
         key: Tokens,
         values_and_one: Array,
-        *,
-        from_the_end: bool = False,
     ) -> None:
-        self._flipped, self._values_and_one = from_the_end, values_and_one
         self._sides = Side(specs[0], query), Side(specs[1], key)
-        self._queries, self._keys = (
-            Features(*map(self._turned, side.features)) for side in self._sides
-        )
-        self._values, self._log_decay = map(self._turned, (values_and_one, key.log_decay))
-
-    def _turned(self, x: Array) -> Array:
-        """Tokens in the order of the scan, or back; None stays None."""
-        return x if x is None or not self._flipped else namespace(x).flip(x, axis=-2)
+        self._queries, self._keys = (side.features for side in self._sides)
+        self._values, self._log_decay = values_and_one, key.log_decay
 
     def divided_rows(self, state: State, grad_output: Array) -> Rows:
         """Read the rows of the block, and return the cotangents that division gives them."""
@@ -101,7 +89,7 @@ class CausalBlock:
 
     def pull(self, rows: Rows, state: State, adjoint: State) -> BlockGradients:
         """Pull back through rows, with the state before the block and the adjoint after it."""
-        g1, log, decay = self._turned(rows.g1), self._turned(rows.log), self._log_decay
+        g1, log, decay = rows.g1, rows.log, self._log_decay
         pairs = Triangle(self._queries, self._keys, self._values, g1, log, decay)
         at_start = self._queries._replace(log=faded_rows(self._queries.log, decay))
         of_query = read_by(at_start, by_feature(state), g1, log) + pairs.of_queries()
@@ -111,19 +99,16 @@ class CausalBlock:
         of_key = read_key + sum_to(in_key, lead, 2)
         of_values = read_values + sum_to(in_values, lead, 2)
         decayed = row_sum(of_query, self._queries), inner_products(self._values, of_values)
-        if not self._flipped:
-            in_query, in_key, in_values = pairs.diagonal()
-            of_query, of_key = of_query + in_query, of_key + sum_to(in_key, lead, 2)
-            of_values = of_values + sum_to(in_values, lead, 2)
+        in_query, in_key, in_values = pairs.diagonal()
+        of_query, of_key = of_query + in_query, of_key + sum_to(in_key, lead, 2)
+        of_values = of_values + sum_to(in_values, lead, 2)
         if decay is not None:
             adjoint = fade(adjoint, namespace(decay).sum(decay, axis=-2))
         before = absorb_rows(at_start, g1, log, adjoint)
-        of_query, of_key, of_values = map(self._turned, (of_query, of_key, of_values))
         query, key = self._sides
         gradient, term = query.query_gradient(of_query, divided=rows.divided)
-        of_key = key.key_gradient(self._values_and_one, of_key, of_values)
-        of_rows, of_keys = map(self._turned, decayed)
-        return BlockGradients(gradient, term, of_key, of_values, (of_rows, of_keys), before)
+        of_key = key.key_gradient(self._values, of_key, of_values)
+        return BlockGradients(gradient, term, of_key, of_values, decayed, before)
 
 
 class _Level(NamedTuple):

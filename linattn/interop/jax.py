@@ -21,8 +21,8 @@ from linattn import _checks, recurrences
 from linattn._driver.forward import solve
 from linattn._driver.options import InteropOptions
 from linattn._driver.problem import exact_problem
+from linattn._driver.runner import initial_state
 from linattn._driver.stamps import known_integer, stamped
-from linattn._driver.walks import initial_state
 from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.problem import recurrence_problem
 from linattn.gradients import _like, differentiable_problem, pullback_of

@@ -1,0 +1,84 @@
+"""What each query reads by the map: how many first keys, and from which key on.
+
+`stops_of` is the answer of every mode to "which keys": a line reads the first keys, a line from the
+end the last ones, and what lies between is exact (`pairs`) or seen by neither. An exact window of w
+tokens leaves out the blocks of w beside the query's own: their borders are the two numbers.
+`runner`, `window` and `linear_vjps` make lines of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from linattn.typing import Problem
+
+Integers = NDArray[np.integer[Any]]
+
+
+class OfRows(NamedTuple):
+    """Numbers of keys on the host, ``(n,)`` each, that never decrease along the queries."""
+
+    left: Integers
+    """A query reads the first keys, before this one."""
+    right: Integers
+    """It reads the keys from this one on, up to `end`."""
+    end: Integers
+    """It sees no key from this one on."""
+
+
+class Stops(NamedTuple):
+    """What the queries of a problem read by the map."""
+
+    length: int
+    num_keys: int
+    start: int
+    """Position of the first query."""
+    window: int | None
+    ahead: bool
+    """Whether a query sees keys after its own place, without stops all of them."""
+    key_stop: Any
+
+    def of(self, rows: slice) -> OfRows:
+        """Return the numbers of some queries; not those of all are held at once."""
+        place = np.arange(rows.start, rows.stop) + self.start
+        if self.key_stop is not None:
+            end = self.key_stop[rows]
+        else:
+            end = np.clip(place + 1, 0, self.num_keys)
+            end = np.full_like(end, self.num_keys) if self.ahead else end
+        if self.window is None:
+            return OfRows(np.minimum(place + 1, end), place + 1, end)
+        w = self.window
+        block = place // w
+        right = np.clip((block + 2) * w, 0, self.num_keys)
+        return OfRows(np.clip((block - 1) * w, 0, end), right, end)
+
+    def runs_ahead(self) -> Iterator[tuple[slice, int]]:
+        """Yield runs of queries that read keys from `right` on, and a key between for each run.
+
+        Every query of a run reads the keys from `right` to that key, its pivot, and on to `end`.
+        Two lines do so, one from the pivot backwards and one forwards: no key is in two runs.
+        """
+        if self.key_stop is None:
+            if self.ahead and (self.of(slice(0, 1)).right < self.num_keys).any():
+                yield slice(0, self.length), self.num_keys
+            return
+        _, right, end = self.of(slice(0, self.length))
+        far = np.flatnonzero(right < end)
+        row = 0
+        while len(far) and row <= far[-1]:
+            row = int(far[np.searchsorted(far, row)])
+            pivot = int(end[row])
+            stop = int(np.searchsorted(right, pivot, side="right"))
+            yield slice(row, stop), pivot
+            row = stop
+
+
+def stops_of(problem: Problem) -> Stops:
+    """Return what the queries of a problem read by the map, beside a window or to both sides."""
+    lengths, sees = (problem.query.shape[-2], problem.key.shape[-2]), problem.sees
+    return Stops(*lengths, sees.query_start, problem.exact.window, sees.ahead, sees.key_stop)
