@@ -264,9 +264,9 @@ def linear_attention(
     are batched.
 
     A window adds O(L w (d + e)) time and O(w^2) memory. Full attention also makes a second pass
-    over the keys for every factor of 64 in L / c, with 64 states each. With stops the queries are
-    computed in runs: queries with one stop, or causal queries. Each run sums again the keys of 3 w
-    tokens, and the keys between its window and its stop. If the map is unbiased, numerator and
+    over the keys for every factor of 32 in L / c, with 32 states each. With stops, queries that see
+    keys beyond their windows are taken in runs, and each key is added at most three times. Windows
+    below 64 tokens pad as small blocks do. If the map is unbiased, numerator and
     denominator stay unbiased, with the variance of the far pairs only.
 
     A cluster holds the keys of one landmark b. Query i chooses the c landmarks with the largest

@@ -138,8 +138,7 @@ def linear_attention_vjp(
         As :func:`linattn.linear_attention`. In the pullback: a cotangent has another shape, dtype
         or library, or ``grad_state`` is given without ``return_state``.
     NotImplementedError
-        The map has no gradient, or has none with ``normalize=False``. Or the other options have no
-        gradient with an exact window. The message names the option.
+        The map has no gradient, or has none with ``normalize=False``.
 
     Warns
     -----

@@ -682,7 +682,7 @@ def test_wrong_arguments_are_named():
 def test_the_number_of_checkpoints_is_the_documented_one():
     from pathlib import Path
 
-    from linattn._driver.gradient_rows import MAX_STATES
+    from linattn._driver.steps import MAX_STATES
 
     page = (Path(__file__).parents[1] / "docs" / "gradients.md").read_text(encoding="utf-8")
     assert f"at most {2 * MAX_STATES} states a head" in page

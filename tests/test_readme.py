@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import linattn
-from linattn._driver import gradient_rows
+from linattn._driver import steps
 from linattn.automatic import _costs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +181,7 @@ def test_pages_give_the_numbers_of_the_code():
     rows = _costs.MIN_HELD_OUT
     assert f"like any from {rows} rows" in pages["attention.md"]
 
-    most = gradient_rows.MAX_STATES
+    most = steps.MAX_STATES
     held = f"at most {2 * most} states a head: {most} checkpoints"
     assert held in pages["gradients.md"]
     assert f"Up to {most} checkpoints are stored" in pages["gradients.md"]

@@ -247,10 +247,10 @@ def add_block_function(copy: Copy) -> None:
     copy.add(file, "    rescale_state,\n", after="from linattn._generic.states import (\n")
     copy.add(file, name, after=LISTED)
     call, read = (
-        "    state = walk.functions.rescale_state(state)\n",
-        "    query_spec, seen = read_spec(problem, state)\n    for rows in",
+        "                state = functions.rescale_state(state)\n",
+        "                read, (spec, seen) = state, read_spec(problem, state)",
     )
-    copy.add("linattn/_driver/walks.py", call, before=read)
+    copy.add("linattn/_driver/runner.py", call, before=read)
     declined = '    if state.kvz.dtype != "float64":\n        return Declined("not in float64")\n'
     copy.add(
         "backends/linattn_numpy/states.py",

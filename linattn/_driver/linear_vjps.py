@@ -11,6 +11,7 @@ several parts, a forward pass finds the scale of every row first; each part is p
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
@@ -102,13 +103,14 @@ def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
     for rows, pivot in stops.runs_ahead():
         _, rights, ends = stops.of(rows)
         keys, end = slice(int(rights[0]), pivot), int(ends[-1])
-        of = dict(queries=rows, min_run=MIN_RUN)
         line = Line(problem, pull.functions, state.length, True, right)
-        steps = line.steps((pivot - rights)[::-1], size, keys=keys, **of)
+        steps = line.steps((pivot - rights)[::-1], size, keys=keys, queries=rows, min_run=MIN_RUN)
         yield from back(line, steps, nothing, empty_adjoint(problem, nothing))
         if end > pivot:
             line = line._replace(reverse=False)
-            steps = line.steps(ends - pivot, size, keys=slice(pivot, end), **of)
+            steps = line.steps(
+                ends - pivot, size, keys=slice(pivot, end), queries=rows, min_run=MIN_RUN
+            )
             yield from back(line, steps, nothing, empty_adjoint(problem, nothing))
     line = Line(problem, pull.functions, state.length, bias=left)
     steps = line.steps(stops.of(slice(0, stops.length)).left, size, min_run=MIN_RUN)
@@ -132,11 +134,10 @@ class LinePullback(NamedTuple):
         decays = self.line.problem.weights.log_decay is not None
         is_last = decays and not self.line.reverse and self.pull.cotangent.state is not None
         for first, steps in reversed(segments):
+            found = states_before(steps, first, self._after)
             if not any(step.num_queries for step in steps) and not is_last:
                 # No state is needed.
-                found = ((step, first) for step in reversed(steps))
-            else:
-                found = states_before(steps, first, self._after)
+                found = zip(reversed(steps), repeat(first), strict=False)
             for step, before in found:
                 if is_last:
                     self.write_last(self._after(step, before), adjoint)
@@ -203,7 +204,7 @@ class LinePullback(NamedTuple):
     def _read_rows(
         self, spec: Any, query: Tokens, rows: Rows, state: State, adjoint: State
     ) -> tuple[Array, Array, State]:
-        """Pull rows back that read a state; a decayed one near 1, so that logs keep their digits."""
+        """Pull rows back that read a state; a decayed one near 1, where logs keep digits."""
         if self.line.problem.weights.log_decay is None:
             return read_rows_vjp(spec, query, rows, state, adjoint)
         close, top = near(state)

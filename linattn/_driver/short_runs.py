@@ -68,9 +68,10 @@ def read_short_runs(line: Line, runs: list[ShortRun]) -> list[Partial]:
     query = query.each(lambda x: gathered(x, queries - rows.start))
     lead, state_lead = (*problem.lead, len(runs)), (*problem.state_lead, len(runs))
     problem = problem.replace(lead=lead, state_lead=state_lead)
-    block = (in_map_coordinates(problem, *of) for of in (("query", query), ("key", key)))
+    query = in_map_coordinates(problem, "query", query)
+    key = in_map_coordinates(problem, "key", key)
     nothing = _generic.empty_state(state_lead, problem.num_features, values.shape[-1] - 1, values)
-    part, _ = causal_block(problem, line.functions, *block, values, nothing)
+    part, _ = causal_block(problem, line.functions, query, key, values, nothing)
     log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
     log = log if line.bias is None else log + line.bias[..., None, :]
     each = part.num_den, log

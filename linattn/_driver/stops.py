@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from linattn.typing import Problem
 
-Integers = NDArray[np.integer[Any]]
+Integers = NDArray[np.int64]
 
 
 class OfRows(NamedTuple):

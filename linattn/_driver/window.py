@@ -61,6 +61,9 @@ from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens
 MAX_APART = 4
 """Most runs of queries in a group that read keys to the right one run after the other."""
 
+MAX_GENERIC = 4
+"""Longest window that is read by steps where causal blocks are generic code."""
+
 MIN_TILE = 64
 """Least tokens of a tile, whose near pairs are computed together; a tile has whole blocks."""
 
@@ -183,7 +186,8 @@ class _Window(NamedTuple):
         specs = innermost(problem.query_spec), innermost(problem.key_spec)
         in_place = any(isinstance(spec, Opaque) for spec in specs)
         backend = functions.backend_alone("scan_block")
-        short = size < MIN_RUN and backend is not None and not in_place
+        most = MAX_GENERIC if backend is None else MIN_RUN - 1
+        short = size <= most and not (in_place or problem.policy.lazy)
         tile = size * -(-MIN_TILE // size) if short else size
         group = max(1, block_size // tile) * tile
         stops = stops_of(problem)

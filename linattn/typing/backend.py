@@ -73,7 +73,7 @@ class Stepper(Protocol):
 
 
 class WholeTier(Protocol):
-    """Whole problems. Every function is optional: without it the driver walks over blocks."""
+    """Whole problems. Every function is optional: without it the driver goes block by block."""
 
     @staticmethod
     def attention(problem: Problem) -> tuple[Array, State | None, Array | None] | Declined:

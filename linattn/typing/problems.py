@@ -323,7 +323,7 @@ class Problem:
 
     @property
     def mode(self) -> str:
-        """Which walk the driver takes, by its name in the table of walks."""
+        """What queries read, by name: full, causal, stops, two-sided, window, clusters, exact."""
         if isinstance(self.query_spec, Exact):
             return "exact"
         if self.exact.window is not None:
