@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose
 
 import linattn
 from linattn.testing import assert_gradient
+from tests import dense_oracle
 from tests.attentions import full_and_causal, maps
 from tests.pairs import DIM, tokens
 
@@ -126,3 +127,40 @@ def test_extra_memory_does_not_grow_with_the_length(is_causal):
 
     peak(4096)  # with the buffers that a thread holds on to
     assert peak(16384) < peak(4096) + 300_000
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "decay": {"is_causal": True, "log_decay": -0.1 * np.random.default_rng(1).random((2, 40))},
+    "decay to both sides": {"log_decay": -0.05},
+    "ahead": {"key_stop": np.minimum(np.arange(40) + 9, 37)},
+    "behind": {"key_stop": np.maximum(np.arange(40) - 9, 0)},
+    "prefix": {"prefix_length": 25},
+    "blocks": {"causal_block": 7},
+    "packed": {"cu_seqlens": [0, 3, 25, 40]},
+    "packed and decay": {"cu_seqlens": [0, 3, 25, 40], "log_decay": -0.1, "is_causal": True},
+    "lengths": {"key_lengths": 31, "log_decay": -0.2},
+}
+
+
+@pytest.mark.usefixtures("numpy_path")
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("window", [1, 3, 12])
+@pytest.mark.parametrize("rule", BESIDE)
+def test_gradients_beside_every_rule_are_those_of_the_dense_formula(rule, window, sinks):
+    """By a complex step along one direction; the rules were refused once."""
+    rng = np.random.default_rng(0)
+    arrays = list(rng.standard_normal((3, 2, 40, DIM)))
+    phi, options = MAPS["positive"], {"exact_window": window, "sinks": sinks}
+    options |= BESIDE[rule]
+    out, pullback = linattn.linear_attention_vjp(*arrays, phi, chunk_size=16, **options)
+    cotangent = rng.standard_normal(out.shape)
+    found = pullback(cotangent)
+    points = [*arrays, *([options["log_decay"]] if "log_decay" in options else [])]
+    for i, (point, gradient) in enumerate(zip(points, found, strict=True)):
+        direction = rng.standard_normal(np.shape(point))
+        moved = np.asarray(point) + 1e-30j * direction
+        at = [moved if i == j else x for j, x in enumerate(arrays)]
+        more = {"log_decay": moved} if i == 3 else {}
+        want = dense_oracle.evaluate(*at, phi, **options | more).output
+        want = 1e30 * np.imag((cotangent * want).sum())
+        assert_allclose((gradient * direction).sum(), want, rtol=1e-10, atol=1e-10)

@@ -146,3 +146,15 @@ def test_near_stops_of_every_query_take_as_few_blocks_as_one_rule(window, most):
         return sum(row.calls for row in report.choices)
 
     assert calls(key_stop=stops) < 3 * calls(is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_short_windows_take_as_few_blocks_as_longer_ones(is_causal):
+    """No block, and no state, for each window."""
+
+    def calls(window):
+        with linattn.explain() as report:
+            linattn.linear_attention(*tokens(""), PHI, exact_window=window, is_causal=is_causal)
+        return sum(row.calls for row in report.choices)
+
+    assert max(map(calls, (1, 2, 8))) <= 1.4 * calls(32)
