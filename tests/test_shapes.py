@@ -15,13 +15,10 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from tests.attentions import (
-    CHUNK,
     DIM,
     Attention,
     every_attention,
     every_map,
-    in_library,
-    some_attentions,
     state_of,
     tokens,
 )
@@ -64,42 +61,6 @@ def test_states_of_size_one_are_not_squeezed(lead):
     out, _ = linattn.decode_step(query[..., 0, :], key[..., 0, :], value[..., 0, :], empty, phi)
     assert out.shape == (*lead, 1)
     np.testing.assert_allclose(out, value[..., 0, :], rtol=1e-6)
-
-
-@pytest.mark.parametrize("make", [PositiveFeatures, ActivationFeatures])
-@pytest.mark.parametrize("num_features", [1, 3, 5, 8, 13])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_truncated_block(make, num_features, is_causal):
-    phi = make(5, num_features, rng=0)
-    assert phi.num_features == num_features
-    assert phi.projection.shape == (num_features, 5)
-    norms = np.linalg.norm(phi.projection, axis=-1, keepdims=True)
-    rows = phi.projection / norms
-    for start in range(0, num_features, 5):
-        block = rows[start : start + 5]
-        np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-12)
-    query, key, value = tokens(dim=5)
-    attend = Attention("truncated", phi, is_causal)
-    attend.check(attend(query, key, value), query, key, value, tolerance=1e-5)
-
-
-@some_attentions
-@pytest.mark.parametrize("chunk_size", [2, CHUNK])
-def test_any_chunk_equals_unchunked(xp, attend, chunk_size):
-    query, key, value = tokens()
-    mask = np.array([[True, False, True, True, False, True], [True] * 6])
-    out = attend(
-        *in_library(xp, (query, key, value)), key_mask=xp.array(mask), chunk_size=chunk_size
-    )
-    attend.check(xp.numpy(out), query, key, value, tolerance=1e-5, key_mask=mask)
-
-
-@every_attention
-def test_many_chunks(attend):
-    query, key, value = tokens(lead=(), length=67, dtype="float64")
-    for chunk_size in (1, 2, 5, 64, 66, 67, 68):
-        out = attend(query, key, value, chunk_size=chunk_size)
-        attend.check(out, query, key, value, tolerance=1e-12)
 
 
 @every_map
