@@ -13,15 +13,38 @@ import pytest
 import linattn
 from linattn.feature_maps import ActivationFeatures
 from tests.attentions import (
+    CHUNK,
     LENGTH,
     MAPS,
     VALUE_DIM,
     assert_equal_and_native,
+    every_attention,
     every_map,
     filled_state,
+    in_library,
+    some_attentions,
     state_of,
     tokens,
 )
+
+
+@some_attentions
+def test_inputs_are_unchanged(xp, attend):
+    arrays = in_library(xp, tokens())
+    mask = xp.array(np.arange(LENGTH) % 3 > 0)
+    before = [xp.numpy(array) for array in (*arrays, mask)]
+    attend(*arrays, key_mask=mask, chunk_size=CHUNK)
+    for array, kept in zip((*arrays, mask), before, strict=True):
+        np.testing.assert_array_equal(xp.numpy(array), kept)
+
+
+@every_attention
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_query_is_key_is_value(attend, dtype):
+    x = tokens(dtype=dtype)[0]
+    out = attend(x, x, x)
+    np.testing.assert_array_equal(out, attend(x.copy(), x.copy(), x.copy()))
+    assert not np.shares_memory(out, x)
 
 
 def leaves(result):

@@ -843,10 +843,10 @@ def workspace(phi, heads, length, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_workspace_is_small_and_does_not_grow(phi, is_causal):
     workspace(phi, 1, 64, is_causal)  # what is imported at the first call
-    short, long = (workspace(phi, 2, length, is_causal) for length in (16384, 65536))
+    short, long = (workspace(phi, 2, length, is_causal) for length in (8192, 32768))
     assert max(short, long) <= 8 * 2**20
     assert long - short < 2**20
-    for heads, length in ((1, 16384), (8, 4096), (8, 2048), (8, 1024), (16, 512), (64, 100)):
+    for heads, length in ((8, 2048), (16, 512), (64, 100)):
         assert workspace(phi, heads, length, is_causal) <= 8 * 2**20
 
 

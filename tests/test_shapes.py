@@ -63,6 +63,23 @@ def test_states_of_size_one_are_not_squeezed(lead):
     np.testing.assert_allclose(out, value[..., 0, :], rtol=1e-6)
 
 
+@pytest.mark.parametrize("make", [PositiveFeatures, ActivationFeatures])
+@pytest.mark.parametrize("num_features", [1, 3, 5, 8, 13])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_truncated_block(make, num_features, is_causal):
+    phi = make(5, num_features, rng=0)
+    assert phi.num_features == num_features
+    assert phi.projection.shape == (num_features, 5)
+    norms = np.linalg.norm(phi.projection, axis=-1, keepdims=True)
+    rows = phi.projection / norms
+    for start in range(0, num_features, 5):
+        block = rows[start : start + 5]
+        np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-12)
+    query, key, value = tokens(dim=5)
+    attend = Attention("truncated", phi, is_causal)
+    attend.check(attend(query, key, value), query, key, value, tolerance=1e-5)
+
+
 @every_map
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_chunks_and_threads_agree_closely(feature_map, is_causal):
