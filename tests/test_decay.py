@@ -43,7 +43,7 @@ KINDS = ["-0.0", "-1e-3", "-0.5", "-5.0", "-200.0", "each token", "a few are str
 @pytest.mark.parametrize("kind", KINDS)
 def test_causal_equals_the_oracle(kind, jump):
     length = 150
-    arrays, decay = tokens((2, 3), length), decays(kind, (2, 1), length)
+    arrays, decay = tokens((2, 1), length), decays(kind, (2, 1), length)
     query, key, value = arrays[0], arrays[1][:, :1], arrays[2][:, :1]
     bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
     dense = dense_decay(decay, length) + bias
@@ -279,6 +279,8 @@ def test_numerators_of_nothing_are_zero_where_those_of_other_rows_overflow(xp, d
 
 @pytest.mark.parametrize("kind", [kind for kind in UNSEEN if "window" not in kind])
 def test_what_rows_without_keys_add_to_gradients_is_zero_where_others_overflow(xp, kind):
+    if xp.name == "dask" and kind != "causal":
+        pytest.skip("dask: a graph for each, of the same blocks")
     arrays = [xp.array(a) for a in tokens()]
     bias = xp.array(np.where(LATE, 800.0, -np.inf))
     options = dict(UNSEEN[kind], normalize=False, key_bias=bias)

@@ -681,7 +681,7 @@ def run_all(kind: str, seeds: range, most: int = 3) -> tuple[Counter[str], list[
 
 
 # How many cases the suite has of each kind, in how many tests, and the least share of those that
-# are compared, neither refused nor too close to call; `-m fuzz` has as many times more.
+# are compared, neither refused nor too close to call; `-m fuzz` has as many again.
 SUITE = {
     "linear": (400, 2, 0.8),
     "softmax": (500, 1, 0.8),
@@ -692,7 +692,7 @@ SUITE = {
     "unseen_exact": (150, 1, 0.7),
     "recurrence": (60, 1, 1.0),
 }
-FUZZ = 3
+QUICK = {"softmax", "long"}
 
 
 @pytest.mark.parametrize(
@@ -703,10 +703,10 @@ FUZZ = 3
             range(part * count // parts, (part + 1) * count // parts),
             share,
             id=f"{kind}-{part}",
-            marks=[] if part < parts else pytest.mark.fuzz,
+            marks=pytest.mark.fuzz if part >= parts else pytest.mark.quick if kind in QUICK else [],
         )
         for kind, (count, parts, share) in SUITE.items()
-        for part in range((1 + FUZZ) * parts)
+        for part in range(2 * parts)
     ],
 )
 def test_what_is_drawn_is_the_dense_formula(kind, seeds, share):
