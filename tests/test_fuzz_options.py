@@ -683,11 +683,11 @@ def run_all(kind: str, seeds: range, most: int = 3) -> tuple[Counter[str], list[
 # How many cases the suite has of each kind, in how many tests, and the least share of those that
 # are compared, neither refused nor too close to call; `-m fuzz` has as many again.
 SUITE = {
-    "linear": (400, 2, 0.8),
+    "linear": (300, 2, 0.8),
     "softmax": (500, 1, 0.8),
-    "long": (120, 2, 0.8),
+    "long": (320, 2, 0.8),
     "gradient": (300, 2, 0.7),
-    "long_gradient": (60, 1, 0.7),
+    "long_gradient": (100, 1, 0.7),
     "unseen": (150, 1, 0.6),
     "unseen_exact": (150, 1, 0.7),
     "recurrence": (60, 1, 1.0),
