@@ -393,10 +393,9 @@ class TestEstimates:
         assert evidence.false_alarm_rate == 1e-9
         assert 0 < evidence.detectable < detectable
 
-    @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal"])
     @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
-    def test_exact_variance(self, name, sampler):
-        evidence = testing.assert_variance(MAPS[name](sampler), num_draws=3000, rng=SEED)
+    def test_exact_variance(self, name):
+        evidence = testing.assert_variance(MAPS[name]("orthogonal"), num_draws=3000, rng=SEED)
         assert "approximate" not in evidence.detail
         assert 0 < evidence.detectable < 0.6
 
