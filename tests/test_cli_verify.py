@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -100,8 +101,7 @@ def call(*arguments):
 @pytest.fixture(autouse=True)
 def one_length(monkeypatch):
     """What chance does not decide is tried at one length here; test_testing.py tries all."""
-    defaults = check_feature_map.__wrapped__.__kwdefaults__
-    monkeypatch.setitem(defaults, "length", 33)
+    monkeypatch.setitem(inspect.unwrap(check_feature_map).__kwdefaults__, "length", 33)
 
 
 @pytest.fixture
