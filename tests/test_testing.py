@@ -376,9 +376,7 @@ MAPS = {
 }
 STEADY = {"hyperbolic", "trigonometric", "tilted", "dense", "fourier"}
 
-UNBIASED_PAIRS = [
-    (m, s) for m in MAPS for s in UNBIASED if m == "hyperbolic" or s == "orthogonal"
-]
+UNBIASED_PAIRS = [(m, s) for m in MAPS for s in UNBIASED if m == "hyperbolic" or s == "orthogonal"]
 
 
 class TestEstimates:
