@@ -88,7 +88,10 @@ QUICK_FILES = {
 
 
 # Subsets that are whole files: `-m` with one of these reads no other.
-SUBSETS = {"quick": QUICK_FILES, "fuzz": {"test_fuzz.py", "test_fuzz_options.py"}}
+SUBSETS = {
+    "quick": {*QUICK_FILES, "test_fuzz_options.py"},
+    "fuzz": {"test_fuzz.py", "test_fuzz_options.py"},
+}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -191,6 +191,18 @@ def _rotated(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
     return Side(top(log, -1) + 0 * values, values, sizes)
 
 
+def _reparametrized(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
+    """Features of the map inside at other coordinates, times an exact factor of the token."""
+    shift, other, M = phi.query_shift, phi.key_shift, phi.transform
+    if is_key:
+        moved = x - other[..., None, :]
+        factor, x = moved @ shift[..., :, None], moved @ np.swapaxes(np.linalg.inv(M), -1, -2)
+    else:
+        factor, x = x @ other[..., :, None], (x - shift[..., None, :]) @ M
+    log, values, sizes = side(phi.feature_map, x, at, is_key=is_key)
+    return Side(log + phi.scale * factor, values, sizes)
+
+
 def _softmax(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
     return Side(np.sqrt(phi.scale) * x, None)
 
@@ -262,6 +274,7 @@ MAPS = {
     "RandomFourierFeatures": _fourier,
     "CosformerFeatures": _cosformer,
     "RotatedFeatures": _rotated,
+    "Reparametrized": _reparametrized,
     "SoftmaxFeatures": _softmax,
     "HedgehogFeatures": _hedgehog,
     "LandmarkFeatures": _landmark,

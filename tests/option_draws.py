@@ -11,7 +11,16 @@ import numpy as np
 from linattn import State, feature_maps
 from tests import dense_oracle
 
-__all__ = ["Case", "draw_gradient", "draw_linear", "draw_recurrence", "draw_softmax", "refusals"]
+__all__ = [
+    "Case",
+    "draw_gradient",
+    "draw_linear",
+    "draw_long",
+    "draw_long_gradient",
+    "draw_recurrence",
+    "draw_softmax",
+    "refusals",
+]
 
 RULES = ("is_causal", "key_stop", "prefix_length", "causal_block")
 RETURNS = ("return_state", "return_log_normalizer", "return_states_every")
@@ -21,7 +30,10 @@ SOFTMAX_KERNELS = (
     "HyperbolicFeatures",
     "TrigonometricFeatures",
     "LandmarkFeatures",
+    "Reparametrized",
 )
+SHORT, LONG = 24, 260
+"""Lengths of most cases, and of those that several blocks and groups of blocks need."""
 
 LARGEST_SIZE = 30
 """log10 of the largest values and cotangents, and of the smallest."""
@@ -99,11 +111,11 @@ def ones(rng: Rng, shape: tuple[int, ...], chance: float = 0.3) -> tuple[int, ..
     return tuple(1 if rng.random() < chance else n for n in shape)
 
 
-def lengths(rng: Rng) -> int:
+def lengths(rng: Rng, most: int = SHORT) -> int:
     kind = rng.random()
     if kind < 0.08:
         return int(rng.integers(0, 3))
-    return int(rng.integers(3, 24)) if kind < 0.96 else int(rng.integers(60, 200))
+    return int(rng.integers(most // 8, most)) if kind < 0.96 else int(rng.integers(60, 200))
 
 
 def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
@@ -122,7 +134,7 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
     scale = float(rng.choice([0.5, 1.0]))
     heads = axes(rng, lead, 0.3)
     by_name = {
-        "positive": lambda: feature_maps.PositiveFeatures(d, m, scale=scale, rng=seed),
+        "positive": lambda: positive(d, m, scale, seed, heads),
         "hyperbolic": lambda: feature_maps.HyperbolicFeatures(d, m, scale=scale, rng=seed),
         "trigonometric": lambda: feature_maps.TrigonometricFeatures(d, 32, scale=0.3, rng=seed),
         "fourier": lambda: feature_maps.RandomFourierFeatures(d, 16, bandwidth=2.0, rng=seed),
@@ -151,10 +163,23 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
     return by_name[name]()
 
 
+def positive(d: int, m: int, scale: float, seed: int, heads: tuple[int, ...]) -> Any:
+    """Draw FAVOR+, one in four with an own set of rows and change of coordinates for each head."""
+    rng = np.random.default_rng(seed)
+    if rng.random() < 0.75:
+        return feature_maps.PositiveFeatures(d, m, scale=scale, rng=seed)
+    rows, (shift, other) = rng.standard_normal((*heads, m, d)), rng.standard_normal((2, *heads, d))
+    phi = feature_maps.PositiveFeatures.from_projection(rows, scale=scale)
+    transform = np.eye(d) + 0.1 * rng.standard_normal((*heads, d, d))
+    return feature_maps.Reparametrized(phi, 0.3 * shift, 0.3 * other, transform)
+
+
 def map_lead(phi: Any) -> tuple[int, ...]:
     name = type(phi).__name__
     if name == "HedgehogFeatures":
         return tuple(phi.weights.shape[:-2])
+    if name == "Reparametrized":
+        return tuple(phi.transform.shape[:-2])
     return tuple(phi.landmarks.shape[:-2]) if name == "LandmarkFeatures" else ()
 
 
@@ -266,11 +291,15 @@ def hide(rng: Rng, case: Case) -> None:
 # ---------------------------------------------------------------- cases
 
 
-def draw_tokens(rng: Rng, seed: int, kind: str, names: set[str]) -> tuple[Case, tuple[int, ...]]:
-    lead = tuple(int(n) for n in rng.choice([1, 2, 3], int(rng.choice([0, 1, 1, 2, 2]))))
-    L, d, e = lengths(rng), int(rng.integers(1, 6)), int(rng.integers(1, 4))
+def draw_tokens(
+    rng: Rng, seed: int, kind: str, names: set[str], most: int = SHORT
+) -> tuple[Case, tuple[int, ...]]:
+    axis = int(rng.choice([0, 1, 1, 2, 2]))
+    lead = tuple(int(n) for n in rng.choice([1, 2, 3], axis))
+    lead = lead if most == SHORT else lead[:1]
+    L, d, e = lengths(rng, most), int(rng.integers(1, 6)), int(rng.integers(1, 4))
     other = rng.random() < (0.6 if names & {"key_stop", "lower_right"} else 0.08)
-    S = lengths(rng) if other or not names - {"key_mask", "key_bias", "key_lengths"} else L
+    S = lengths(rng, most) if other or not names - {"key_mask", "key_bias", "key_lengths"} else L
     if names & {"key_stop", "lower_right"} and rng.random() < 0.15:
         far = L + int(rng.integers(0, 501))
         L, S = (L, far) if rng.random() < 0.7 else (far, L)
@@ -375,16 +404,16 @@ def pick(rng: Rng, table: Mapping[str, float]) -> set[str]:
     return {str(name) for name in rng.choice(list(table), count, replace=False, p=chances)}
 
 
-def _linear(rng: Rng, seed: int, names: set[str]) -> Case:
+def _linear(rng: Rng, seed: int, names: set[str], most: int = SHORT) -> Case:
     if names & {"window_bias", "sinks"}:
         names |= {"exact_window"}
-    case, lead = draw_tokens(rng, seed, "linear", names)
+    case, lead = draw_tokens(rng, seed, "linear", names, most)
     d, options = case.query.shape[-1], case.options
     case.feature_map = draw_map(rng, d, lead, names)
     keys = (case.key.shape[:-2], case.value.shape[:-2], map_lead(case.feature_map))
     put_rule(rng, names, case, np.broadcast_shapes(*keys))
     if "exact_window" in names:
-        options["exact_window"] = int(rng.choice([1, 1, *range(1, 10)]))
+        options["exact_window"] = int(rng.choice([1, 1, *range(1, 10)])) * (most // SHORT)
     if "sinks" in names:
         options["sinks"] = int(rng.integers(0, 7))
     if "exact_clusters" in names:
@@ -415,11 +444,11 @@ def out_lead(case: Case, *, of_map: bool = True, of_query: bool = True) -> tuple
     return tuple(np.broadcast_shapes(*shapes))
 
 
-def draw_linear(seed: int) -> Case:
+def draw_linear(seed: int, most: int = SHORT) -> Case:
     """Draw linear attention; one in sixteen of what is refused is kept."""
     rng = np.random.default_rng(seed)
     while True:
-        case = _linear(rng, seed, pick(rng, LINEAR))
+        case = _linear(rng, seed, pick(rng, LINEAR), most)
         returns = rng.random(3) < (0.6, 0.4, 0.2)
         case.returns = {
             name: True for name, wanted in zip(RETURNS[:2], returns[:2], strict=True) if wanted
@@ -430,13 +459,13 @@ def draw_linear(seed: int) -> Case:
             return case
 
 
-def draw_softmax(seed: int) -> Case:
+def draw_softmax(seed: int, most: int = SHORT) -> Case:
     """Draw exact attention."""
     rng = np.random.default_rng(seed)
     while True:
         names = pick(rng, SOFTMAX)
         names |= {"local_window_size"} if "sinks" in names else set()
-        case, lead = draw_tokens(rng, seed, "softmax", names)
+        case, lead = draw_tokens(rng, seed, "softmax", names, most)
         keys = (case.key.shape[:-2], case.value.shape[:-2])
         put_rule(rng, names, case, np.broadcast_shapes(*keys))
         put_offsets(rng, names, case, out_lead(case, of_map=False), 6)
@@ -444,7 +473,7 @@ def draw_softmax(seed: int) -> Case:
         if "scale" in names:
             case.options["scale"] = float(rng.uniform(-1, 2))
         if "local_window_size" in names:
-            left, right = (int(n) for n in rng.integers(0, 9, 2))
+            left, right = (int(n) * (most // SHORT) for n in rng.integers(0, 9, 2))
             sizes: list[Any] = [left, (left, right), (left, None), (None, right)]
             case.options["local_window_size"] = sizes[int(rng.integers(4))]
         if "sinks" in names:
@@ -460,21 +489,31 @@ def draw_softmax(seed: int) -> Case:
 GRADIENT = {name: weight for name, weight in LINEAR.items() if name != "exact_clusters"}
 
 
-def draw_gradient(seed: int) -> Case:
+def draw_gradient(seed: int, most: int = SHORT) -> Case:
     """Draw what gradients are known of, in float64 or float32."""
     rng = np.random.default_rng(seed)
     while True:
         if rng.random() < 0.25:
-            case = draw_softmax(int(rng.integers(2**62)))
+            case = draw_softmax(int(rng.integers(2**62)), most)
             case.returns = {}
         else:
-            case = _linear(rng, seed, pick(rng, GRADIENT))
+            case = _linear(rng, seed, pick(rng, GRADIENT), most)
             if no_gradient(case) or (refusals(case) and rng.random() > 1 / 16):
                 continue
             if rng.random() < 0.5:
                 case.returns = {"return_state": True}
         case.seed = seed
         return case
+
+
+def draw_long(seed: int) -> Case:
+    """Draw either kind of attention of hundreds of tokens."""
+    return draw_softmax(seed, LONG) if seed % 4 == 0 else draw_linear(seed, LONG)
+
+
+def draw_long_gradient(seed: int) -> Case:
+    """Draw what gradients are known of, of hundreds of tokens."""
+    return draw_gradient(seed, LONG)
 
 
 def draw_recurrence(seed: int) -> Case:

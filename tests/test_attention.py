@@ -8,13 +8,10 @@ from __future__ import annotations
 import functools
 import tracemalloc
 from contextlib import nullcontext
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
@@ -22,7 +19,6 @@ from linattn import reference
 from linattn._driver import causal_blocks
 from linattn.feature_maps import (
     EluFeatures,
-    PositiveFeatures,
 )
 from tests.attentions import OwnMap, assert_at_most, full_and_causal, makers
 
@@ -165,55 +161,6 @@ def test_causal_in_every_library(xp, name):
     check_log_normalizer(xp.numpy(norm), phi, sums, bound)
 
 
-@pytest.mark.parametrize("name", ["positive", "elu"])
-def test_causal_float64_in_every_library(xp, name):
-    phi = MAPS[name](DIM)
-    host, arrays = library_inputs(
-        xp, "float64", (LENGTH, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM), seed=2
-    )
-
-    def attend(*qkv):
-        return linattn.linear_attention(*qkv, phi, is_causal=True, chunk_size=CHUNK)
-
-    out = xp.compiled(attend)(*arrays)
-    xp.assert_like(out, arrays[0], shape=(LENGTH, VALUE_DIM))
-    check(xp.numpy(out), phi, host, is_causal=True)
-
-
-def test_initial_state_in_every_library(xp):
-    phi = MAPS["positive"](DIM)
-    shapes = [(LENGTH, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM)]
-    host, arrays = library_inputs(xp, "float64", *shapes, seed=3)
-    first = [a[:CHUNK, :] for a in arrays]
-    rest = [a[CHUNK:, :] for a in arrays]
-    options: Any = {"is_causal": True, "chunk_size": CHUNK}
-    head, state = linattn.linear_attention(*first, phi, return_state=True, **options)
-    tail = linattn.linear_attention(*rest, phi, initial_state=state, **options)
-    stream = np.concatenate([xp.numpy(head), xp.numpy(tail)])
-    check(stream, phi, host, is_causal=True)
-    # Full attention with a state attends to its keys and the new ones.
-    both = linattn.linear_attention(*rest, phi, initial_state=state)
-    check(xp.numpy(both), phi, (host[0][CHUNK:], *host[1:]))
-
-
-@pytest.mark.parametrize("name", ["positive", "trigonometric", "activation"])
-def test_projections_per_head_in_every_library(xp, name):
-    single = MAPS[name](DIM)
-    rows = single.projection.shape[0]
-    rows = np.random.default_rng(5).standard_normal((2, rows, DIM))
-    phi = type(single).from_projection(rows)
-    shapes = [(2, 9, DIM), (LENGTH, DIM), (LENGTH, VALUE_DIM)]
-    host, arrays = library_inputs(xp, "float64", *shapes)
-    out, state = linattn.linear_attention(*arrays, phi, return_state=True)
-    xp.assert_like(out, arrays[0], shape=(2, 9, VALUE_DIM))
-    assert tuple(state.kvz.shape) == (2, phi.num_features, VALUE_DIM + 1)
-    check(xp.numpy(out), phi, host)
-    for head in range(2):
-        one = type(single).from_projection(rows[head])
-        alone = linattn.linear_attention(arrays[0][head, ...], *arrays[1:], one)
-        assert_allclose(xp.numpy(alone), xp.numpy(out)[head], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_is_accumulated_in_float32(xp, dtype):
     # A float16 sum of ones stalls at 2048, a bfloat16 one at 256.
@@ -304,14 +251,14 @@ def sums_of_length(name, length, is_causal):
 
 
 @full_and_causal
-@pytest.mark.parametrize("length", [0, 1, 63, 257, 1030])
+@pytest.mark.parametrize("length", [0, 1, 257, 1030])
 @every_map
 def test_lengths(numpy_path, name, length, is_causal):
     phi = MAPS[name](DIM)
     case, sums = sums_of_length(name, length, is_causal)
     for dtype, bound in BOUNDS.items():
         arrays = [a.astype(dtype) for a in case]
-        for chunk_size in (None, 100, length + 5):
+        for chunk_size in (None, 100):
             out = linattn.linear_attention(*arrays, phi, is_causal=is_causal, chunk_size=chunk_size)
             assert out.dtype == dtype
             check_sums(out, phi, sums, bound * conditioning(phi, *case[:2]))
@@ -324,142 +271,9 @@ def test_chunk_lengths_from_one_to_all(numpy_path, name, is_causal):
     case, sums = sums_of_length(name, 63, is_causal)
     for dtype, bound in BOUNDS.items():
         arrays = [a.astype(dtype) for a in case]
-        for chunk_size in range(1, 65):
+        for chunk_size in (1, 2, 3, 5, 8, 16, 31, 32, 33, 62, 63, 64):
             out = linattn.linear_attention(*arrays, phi, is_causal=is_causal, chunk_size=chunk_size)
             check_sums(out, phi, sums, bound * conditioning(phi, *case[:2]))
-
-
-@every_map
-def test_cross_lengths(numpy_path, name):
-    phi = MAPS[name](DIM)
-    for num_queries, num_keys in [(1, 300), (300, 1), (37, 0), (0, 37), (130, 259)]:
-        case = inputs((num_queries, DIM), (2, num_keys, DIM), (2, num_keys, VALUE_DIM))
-        for dtype in BOUNDS:
-            arrays = [a.astype(dtype) for a in case]
-            check(linattn.linear_attention(*arrays, phi), phi, case, dtype)
-
-
-@every_map
-def test_grouped_queries_are_a_broadcast(numpy_path, name):
-    phi = MAPS[name](DIM)
-    case = inputs((2, 2, 3, 70, DIM), (2, 2, 1, 70, DIM), (2, 2, 1, 70, VALUE_DIM))
-    out, state = linattn.linear_attention(*case, phi, is_causal=True, return_state=True)
-    assert out.shape == (2, 2, 3, 70, VALUE_DIM)
-    assert state.kvz.shape == (2, 2, 1, phi.num_features or DIM, VALUE_DIM + 1)
-    repeated = [np.repeat(a, 3, axis=2) for a in case[1:]]
-    expected = linattn.linear_attention(case[0], *repeated, phi, is_causal=True)
-    assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
-
-
-@full_and_causal
-@pytest.mark.parametrize(
-    ("name", "factor"),
-    [*((name, 1) for name in MAPS), *((name, 12) for name in EXPONENTIAL), ("own", 3)],
-)
-def test_keys_shared_by_heads_and_values_shared_by_heads(numpy_path, name, factor, is_causal):
-    # Any of the three may have fewer leading axes than the others, with a state and a mask.
-    phi = MAPS[name](DIM)
-    mask = np.arange(70) % 9 != 0
-    for leads in [
-        ((2,), (), (2,)),
-        ((2,), (2,), ()),
-        ((), (), (2,)),
-        ((), (2,), ()),
-        ((2,), (), ()),
-    ]:
-        shapes = [(*lead, 70, d) for lead, d in zip(leads, (DIM, DIM, VALUE_DIM), strict=True)]
-        query, key, value = inputs(*shapes)
-        query, key = (np.float32(factor * a).astype(np.float64) for a in (query, key))
-        exact = [
-            reference.kernel_sums(query, key, value, phi, is_causal=is_causal, key_mask=key_mask)
-            for key_mask in (None, mask)
-        ]
-        for dtype in BOUNDS:
-            case = [a.astype(dtype) for a in (query, key, value)]
-            bound = BOUNDS[dtype] * conditioning(phi, query, key)
-            for key_mask, sums in zip((None, mask), exact, strict=True):
-                out = linattn.linear_attention(*case, phi, is_causal=is_causal, key_mask=key_mask)
-                check_sums(out, phi, sums, bound)
-                if name == "positive":
-                    options = {"is_causal": is_causal, "key_mask": key_mask}
-                    out = linattn.softmax_attention(*case, **options)
-                    check_softmax(out, case, dtype, **options)
-            halves = [[a[..., rows, :] for a in case] for rows in (slice(33), slice(33, None))]
-            _, state = linattn.linear_attention(
-                *halves[0], phi, is_causal=is_causal, return_state=True
-            )
-            out = linattn.linear_attention(
-                *halves[1], phi, is_causal=is_causal, initial_state=state
-            )
-            late = type(exact[0])(*(a[..., 33:, :] for a in exact[0]))
-            check_sums(out, phi, late, bound)
-
-
-# Any shape --------------------------------------------------------------------------------------
-
-
-def check_any_shape(xp, case, phi, dtype):
-    """Check one drawn case, its state and normalizer."""
-    query, key, value = (a.astype(dtype) for a in (case.query, case.key, case.value))
-    arrays = [xp.array(a) for a in (query, key, value)]
-    mask = None if case.key_mask is None else xp.array(case.key_mask)
-    out, state, norm = linattn.linear_attention(
-        *arrays,
-        phi,
-        is_causal=case.is_causal,
-        key_mask=mask,
-        chunk_size=case.chunk_size,
-        return_state=True,
-        return_log_normalizer=True,
-    )
-    xp.assert_like(out, arrays[0], shape=case.output_shape)
-    lead = np.broadcast_shapes(key.shape[:-2], value.shape[:-2])
-    m = phi.num_features or key.shape[-1]
-    xp.assert_like(state.kvz, arrays[0], shape=(*lead, m, value.shape[-1] + 1))
-    xp.assert_like(state.log_scale, arrays[0], shape=(*lead, m))
-    assert state.length == key.shape[-2]
-    sums = reference.kernel_sums(
-        query, key, value, phi, is_causal=case.is_causal, key_mask=case.key_mask
-    )
-    bound = BOUNDS[dtype] * conditioning(phi, query, key)
-    check_sums(xp.numpy(out), phi, sums, bound)
-    norms = np.broadcast_to(xp.numpy(norm), sums.denominator.shape[:-1])
-    check_log_normalizer(norms, phi, sums, bound)
-    # Reading the state sees every key, which is what full attention saw.
-    if not case.is_causal:
-        again = xp.numpy(linattn.read_state(arrays[0], state, phi))
-        check_sums(again, phi, sums, bound)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-@every_map
-@given(data=st.data())
-def test_any_shape(numpy_path, draws, name, dtype, data):
-    case = data.draw(draws.cases())
-    numpy = _NumpyLibrary()
-    check_any_shape(numpy, case, MAPS[name](case.query.shape[-1]), dtype)
-
-
-class _NumpyLibrary:
-    """What `check_any_shape` needs of NumPy, beside the fixture that draws shapes."""
-
-    array = staticmethod(np.array)
-    numpy = staticmethod(np.asarray)
-
-    @staticmethod
-    def assert_like(array, reference, *, shape):
-        assert type(array) is np.ndarray
-        assert array.dtype == reference.dtype
-        assert array.shape == shape
-
-
-@given(data=st.data())
-def test_any_shape_in_every_library(xp_any_shape, draws, data):
-    # Dask pays for each block whose values may be inspected: short sequences there.
-    case = data.draw(draws.cases(max_length=10 if xp_any_shape.name == "dask" else 40))
-    name = data.draw(st.sampled_from(sorted(MAPS)))
-    dtype = data.draw(st.sampled_from(sorted(BOUNDS)))
-    check_any_shape(xp_any_shape, case, MAPS[name](case.query.shape[-1]), dtype)
 
 
 # Range ------------------------------------------------------------------------------------------
@@ -470,7 +284,7 @@ def jumps():
     length = 500
     query, key, value = inputs((1, length, 16), (1, length, 16), (1, length, 8))
     half = length // 2
-    cases = {f"times {factor}": key * factor for factor in (1, 2, 4, 6, 8)}
+    cases = {f"times {factor}": key * factor for factor in (1, 4, 8)}
     for what, change in {
         "jump to times 30": (slice(half, None), 30, 0),
         "jump by +30": (slice(half, None), 1, 30),
@@ -482,7 +296,7 @@ def jumps():
     return query, cases, value
 
 
-JUMPS = ["times 1", "times 2", "times 4", "times 6", "times 8"]
+JUMPS = ["times 1", "times 4", "times 8"]
 JUMPS += ["jump to times 30", "jump by +30", "fall from times 8"]
 
 
@@ -501,7 +315,7 @@ def sums_of_jump(name, jump, is_causal):
 # Where every query sees all keys, sizes that raise no scale say what those that do say.
 @pytest.mark.parametrize(
     ("jump", "is_causal"),
-    [*((jump, True) for jump in JUMPS), *((jump, False) for jump in JUMPS[4:])],
+    [*((jump, True) for jump in JUMPS), *((jump, False) for jump in JUMPS[2:])],
 )
 @pytest.mark.parametrize("name", [n for n in MAPS if n != "trigonometric"])
 def test_large_and_jumping_keys(numpy_path, name, jump, is_causal):
@@ -581,83 +395,6 @@ def test_a_refused_head_does_not_touch_the_others(numpy_path, monkeypatch):
         assert_allclose(together[one], alone, rtol=0, atol=3e-6)
 
 
-# Order of time ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("length", [63, 300])
-@every_map
-def test_the_last_key_moves_no_earlier_output(numpy_path, name, length):
-    phi = MAPS[name](DIM)
-    query, key, value = inputs((2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM))
-    before = linattn.linear_attention(query, key, value, phi, is_causal=True)[:, :-1]
-    for change in (lambda k: 1.5 * k, lambda k: 30 * k, lambda k: 0 * k, lambda k: k - 30):
-        other = key.copy()
-        other[:, -1] = change(key[:, -1])
-        after = linattn.linear_attention(query, other, value, phi, is_causal=True)[:, :-1]
-        scale = max(np.abs(before).max(), 1)
-        assert np.abs(after - before).max() <= 1e-12 * scale
-
-
-@pytest.mark.parametrize("what", ["query", "key", "value"])
-@pytest.mark.parametrize("chunk_size", [None, 7])
-@every_map
-def test_a_live_nan_reaches_its_rows_and_no_earlier_one(numpy_path, name, chunk_size, what):
-    phi = MAPS[name](DIM)
-    arrays = dict(
-        zip(
-            ("query", "key", "value"),
-            inputs((2, 40, DIM), (2, 40, DIM), (2, 40, VALUE_DIM)),
-            strict=True,
-        )
-    )
-    options = {"is_causal": True, "chunk_size": chunk_size}
-    clean = linattn.linear_attention(*arrays.values(), phi, **options)
-    for t in (0, 17, 39):
-        dirty = {key: a.copy() for key, a in arrays.items()}
-        # In one head only; one coordinate is enough, except in values, whose columns are apart.
-        dirty[what][1, t, slice(None) if what == "value" else 0] = np.nan
-        out = linattn.linear_attention(*dirty.values(), phi, **options)
-        assert_allclose(out[0], clean[0], rtol=1e-12, atol=1e-13)
-        assert_allclose(out[1, :t], clean[1, :t], rtol=1e-12, atol=1e-13)
-        rows = slice(t, t + 1) if what == "query" else slice(t, None)
-        assert_array_equal(out[1, rows], np.nan)
-        if what == "query":
-            assert_allclose(out[1, t + 1 :], clean[1, t + 1 :], rtol=1e-12, atol=1e-13)
-
-
-# Masks ------------------------------------------------------------------------------------------
-
-
-@full_and_causal
-@every_map
-def test_masked_tokens_leave_no_trace(numpy_path, name, is_causal):
-    phi = MAPS[name](DIM)
-    query, key, value = inputs((2, 300, DIM), (2, 300, DIM), (2, 300, VALUE_DIM))
-    mask = np.random.default_rng(1).random((2, 300)) < 0.7
-    options = {"is_causal": is_causal, "key_mask": mask, "return_state": True}
-    clean, clean_state = linattn.linear_attention(query, key, value, phi, **options)
-    for bad in (np.nan, np.inf, -np.inf, 1e300):
-        k, v = (np.where(mask[..., None], a, bad) for a in (key, value))
-        out, state = linattn.linear_attention(query, k, v, phi, **options)
-        assert_array_equal(out, clean)
-        assert_array_equal(state.kvz, clean_state.kvz)
-        assert_array_equal(state.log_scale, clean_state.log_scale)
-    check(clean, phi, (query, key, value), is_causal=is_causal, key_mask=mask)
-
-
-@full_and_causal
-@every_map
-def test_a_masked_key_is_a_key_left_out(numpy_path, name, is_causal):
-    phi = MAPS[name](DIM)
-    query, key, value = inputs((70, DIM), (70, DIM), (70, VALUE_DIM))
-    live = np.arange(70) < 50
-    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal, key_mask=live)
-    shorter = [key[:50], value[:50]]
-    rows = slice(0, 50 if is_causal else 70)
-    expected = linattn.linear_attention(query[rows], *shorter, phi, is_causal=is_causal)
-    assert_allclose(out[rows], expected, rtol=1e-12, atol=1e-13)
-
-
 # Memory -----------------------------------------------------------------------------------------
 
 
@@ -689,7 +426,7 @@ def test_extra_memory_does_not_grow_with_the_length(numpy_path, name, masked, is
                 lambda: linattn.linear_attention(*arrays, phi, is_causal=is_causal, key_mask=mask)
             )
 
-    for dtype in (np.float16, np.float32):
+    for dtype in (np.float16,) if masked else (np.float32,):
         # What does not grow stays below one more copy of any input at 16k. From 8,192 tokens on,
         # where NumPy 2.0 takes another 51 KB once.
         assert extra(32768, dtype) <= 1.1 * extra(8192, dtype) + 2 * 16384
@@ -737,25 +474,6 @@ def test_softmax_in_every_library(xp, mode, dtype):
     check_softmax(xp.numpy(out), host, dtype, **options)
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@given(data=st.data())
-def test_softmax_any_shape(xp_any_shape, draws, dtype, data):
-    xp = xp_any_shape
-    case = data.draw(draws.cases(max_length=10 if xp.name == "dask" else 70))
-    host = [a.astype(dtype) for a in (case.query, case.key, case.value)]
-    arrays = [xp.array(a) for a in host]
-    mask = None if case.key_mask is None else xp.array(case.key_mask)
-    out = linattn.softmax_attention(*arrays, is_causal=case.is_causal, key_mask=mask)
-    xp.assert_like(out, arrays[0], shape=case.output_shape)
-    check_softmax(
-        xp.numpy(out),
-        [a.astype(np.float64) for a in host],
-        dtype,
-        is_causal=case.is_causal,
-        key_mask=case.key_mask,
-    )
-
-
 @full_and_causal
 @pytest.mark.parametrize("length", [0, 1, 63, 257, 1030])
 def test_softmax_lengths(numpy_path, length, is_causal):
@@ -782,35 +500,6 @@ def test_softmax_of_logits_of_ten_thousand(numpy_path, is_causal):
     assert_allclose(out, expected, rtol=0, atol=3e-6 * np.abs(value).max())
 
 
-@pytest.mark.parametrize("what", ["query", "key", "value"])
-def test_softmax_a_live_nan_reaches_its_rows_and_no_earlier_one(numpy_path, what):
-    names = ("query", "key", "value")
-    arrays = dict(zip(names, inputs((300, DIM), (300, DIM), (300, VALUE_DIM)), strict=True))
-    clean = linattn.softmax_attention(*arrays.values(), is_causal=True)
-    for t in (0, 17, 130, 299):
-        dirty = {key: a.copy() for key, a in arrays.items()}
-        dirty[what][t] = np.nan
-        out = linattn.softmax_attention(*dirty.values(), is_causal=True)
-        assert_allclose(out[:t], clean[:t], rtol=1e-12, atol=1e-13)
-        rows = slice(t, t + 1) if what == "query" else slice(t, None)
-        assert_array_equal(out[rows], np.nan)
-
-
-@full_and_causal
-def test_softmax_masked_tokens_leave_no_trace(numpy_path, is_causal):
-    query, key, value = inputs((2, 300, DIM), (2, 300, DIM), (2, 300, VALUE_DIM))
-    mask = np.random.default_rng(1).random((2, 300)) < 0.7
-    mask[0, :9] = False
-    options = {"is_causal": is_causal, "key_mask": mask}
-    clean = linattn.softmax_attention(query, key, value, **options)
-    for bad in (np.nan, np.inf, 1e300):
-        k, v = (np.where(mask[..., None], a, bad) for a in (key, value))
-        assert_array_equal(linattn.softmax_attention(query, k, v, **options), clean)
-    check_softmax(clean, (query, key, value), "float64", **options)
-    if is_causal:
-        assert_array_equal(clean[0, :9], 0)
-
-
 # What is refused --------------------------------------------------------------------------------
 
 
@@ -822,28 +511,3 @@ def test_a_map_that_has_seen_the_sequence_is_not_used_causally():
     linattn.linear_attention(*arrays, Fitted(DIM))
     with pytest.raises(ValueError, match="would leak later keys"):
         linattn.linear_attention(*arrays, Fitted(DIM), is_causal=True)
-
-
-@pytest.mark.parametrize(
-    ("feature_map", "match"),
-    [(EluFeatures, r"EluFeatures\(\.\.\.\)"), ("elu", "got str"), (None, "got NoneType")],
-)
-def test_what_is_no_feature_map(feature_map, match):
-    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
-    with pytest.raises(TypeError, match=f"feature_map must have.*{match}"):
-        linattn.linear_attention(*arrays, feature_map)
-
-
-def test_the_dim_of_the_map_is_that_of_the_inputs():
-    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
-    with pytest.raises(ValueError, match=f"4 coordinates, the dim of feature_map.*{DIM}"):
-        linattn.linear_attention(*arrays, PositiveFeatures(4, rng=0))
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)]
-)
-def test_chunk_size_is_a_positive_integer(chunk_size, error):
-    arrays = inputs((5, DIM), (5, DIM), (5, VALUE_DIM))
-    with pytest.raises(error, match="chunk_size must be"):
-        linattn.linear_attention(*arrays, EluFeatures(), chunk_size=chunk_size)

@@ -19,10 +19,8 @@ import pytest
 
 from benchmarks import recurrences, same_bits
 from benchmarks.peers import numbers, oracle, page, rotation
-from benchmarks.peers.goals import goals
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
 from benchmarks.peers.machine import describe, slug
-from benchmarks.peers.machines import side_by_side as machines_side_by_side
 from benchmarks.peers.problem import Inputs, Prepared, Sizes
 from benchmarks.peers.processes import PeerError, child_environment
 from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Scaled, Timing
@@ -609,52 +607,6 @@ def two_machines():
     return {"a-cpu": behind, "another-cpu": ahead}
 
 
-def test_machines_stand_side_by_side_and_then_one_by_one():
-    found = two_machines()
-    held, ratios = machines_side_by_side(found)
-    assert held.rows[:3] == [
-        ["", "wanted", "a CPU", "another CPU"],
-        ["NumPy loop, 1,024 and more", "≥ 1.00", "0.80 MISSED", ""],
-        ["one thread over more", "≥ 0.95", "0.80 MISSED", ""],
-    ]
-    assert held.rows[4] == ["NumPy loop, 512 tokens", "≥ 0.97", "", "1.50"]
-    rows = ratios.rows
-    assert rows[:3] == [
-        ["", "a CPU", "another CPU"],
-        ["commit", "c0ffee", "decade"],
-        ["date", "2026-01-02", "2026-03-04"],
-    ]
-    assert ["time over linattn's: NumPy loop, FAVOR+, full", "-, 1.10, 0.80", "1.50, -, -"] in rows
-    assert ["one thread over two: linattn FAVOR+, full", "-, 0.80, 2.00", ""] in rows
-    assert not [row for row in rows if "causal" in row[0]]
-    text = page.render(found)
-    headings = [line for line in text.splitlines() if line.startswith("### ")]
-    assert headings[2:] == ["### a CPU", "### another CPU"]
-    first, second = text.split("### a CPU")[1].split("### another CPU")
-    for part, (name, record) in zip((first, second), found.items(), strict=True):
-        assert f"(images/peers-{name}.png)" in part
-        assert f"commit {record.machine['commit']}, {record.machine['date']}." in part
-        for table in tables(record):
-            assert as_markdown(table, level=4) in part
-
-
-def test_the_page_of_one_machine_needs_no_other():
-    (name, record), _ = two_machines().items()
-    text = page.render({name: record})
-    assert "another" not in text
-    assert text.count("### a CPU") == 1
-
-
-def test_the_page_says_what_linattn_has_chosen_and_who_where_processes_differ():
-    record = record_of({("linattn-favor", "full", 1): {64: (1.0,)}})
-    record.machine["choices"] = {"none": ["linattn-favor (1)", "linattn-elu (2)"]}
-    assert "\nlinattn: none.\n" in page.render({"a-cpu": record})
-    record.machine["choices"]["read"] = ["linattn-elu (1)"]
-    text = page.render({"a-cpu": record})
-    assert "\nlinattn: none: linattn-favor (1), linattn-elu (2).\n" in text
-    assert "\nlinattn: read: linattn-elu (1).\n" in text
-
-
 def test_each_kept_record_comes_onto_the_page(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     (tmp_path / "images").mkdir()
@@ -669,70 +621,6 @@ def test_each_kept_record_comes_onto_the_page(tmp_path, monkeypatch):
     assert text == f"before {page.START}{page.render(two_machines())}{page.END} after"
     pictures = sorted(path.name for path in (tmp_path / "images").iterdir())
     assert pictures == ["peers-a-cpu.png", "peers-another-cpu.png"]
-
-
-def test_goals_tell_the_worst_and_whether_it_will_do():
-    found = two_machines()
-    found["another-cpu"].scaled.append(
-        Scaled("FAVOR+, full", "float32", "backend", 64, (1, 2, 4), ((1.0, 1.4, 1.5),))
-    )
-    behind, ahead = ({goal.of: goal for goal in goals(record)} for record in found.values())
-    loop = behind["NumPy loop, 1,024 and more"]
-    assert (loop.worst, loop.where, loop.is_met) == (0.8, "NumPy loop, FAVOR+, full, 4,096", False)
-    assert not behind["one thread over more"].is_met
-    assert behind["one thread over more, 4,096"].is_met
-    assert {of: goal.is_met for of, goal in ahead.items()} == {
-        "NumPy loop, 512 tokens": True,
-        "time by scale, full": False,
-    }
-    assert ahead["time by scale, full"].where == "FAVOR+, full, float32, backend, at 4"
-    table = next(table for table in tables(found["a-cpu"]) if table.title == "Goals")
-    assert table.rows[1][1:3] == ["≥ 1.00", "0.80 MISSED"]
-
-
-def test_what_is_slower_on_two_threads_is_named():
-    found = two_machines()["a-cpu"]
-    (table,) = (table for table in tables(found) if "back to back" in table.title)
-    slower = "linattn FAVOR+, 1,024 tokens, full, 2 threads (0.80)"
-    assert table.notes == [f"slower on more threads than on one: {slower}"]
-
-
-def test_gradients_on_more_threads_have_a_row_of_their_own():
-    record = record_of(
-        {
-            ("linattn-favor", "causal gradient", 1): {64: (4.0, 4.0)},
-            ("linattn-favor", "causal gradient", 2): {64: (2.5, 2.5)},
-        }
-    )
-    (table,) = (table for table in tables(record) if "back to back" in table.title)
-    assert table.rows[1:] == [["linattn FAVOR+, gradients", "64", "", "1.60"]]
-    assert table.notes == ["slower on more threads than on one: nothing"]
-
-
-def test_texts_are_tabulated_with_where_they_cross():
-    record = record_of(
-        {
-            ("torch-text", "text", 1): {1024: (1.0, 1.0), 4096: (16.0, 16.0)},
-            ("linattn-landmarks", "text", 1): {1024: (2.0, 2.0), 4096: (8.0, 8.0)},
-            ("linattn-attention", "text", 1): {4096: (20.0, 20.0)},
-        }
-    )
-    (table,) = (table for table in tables(record) if "text" in table.title)
-    assert table.rows[1:] == [
-        ["1,024", "1.00 s", "2.00 s", "2.00", "", ""],
-        ["4,096", "16.0 s", "8.00 s", "0.50", "20.0 s", "1.25"],
-    ]
-    assert table.notes[1].endswith(
-        "linattn landmarks 2,000 tokens, linattn.attention > 4,096 tokens"
-    )
-
-
-def test_loops_have_their_map_beside_them():
-    assert [PEERS[name].beside for name in LOOPS] == [
-        "linattn-favor",
-        "linattn-hyperbolic",
-        "linattn-elu",
-    ]
 
 
 def test_a_cluster_on_paper_is_bound_by_its_workers_or_by_its_scheduler():
@@ -777,56 +665,6 @@ def test_the_page_of_dask_is_made_from_the_record(tmp_path):
 
 
 SMALL_RECURRENCES = recurrences.Sizes(length=64, heads=2, dim=8)
-
-
-@pytest.mark.parametrize(
-    "peers", [(), pytest.param(("torch", "jax"), marks=pytest.mark.frameworks)]
-)
-def test_recurrences_come_onto_their_page(peers, tmp_path, monkeypatch):
-    for library in peers:
-        if importlib.util.find_spec(library) is None:
-            pytest.skip(f"{library} is not installed")
-
-    def here(sizes, rounds, processes):
-        assert sizes == SMALL_RECURRENCES
-        return [recurrences.one_process(sizes, rounds) for _ in range(processes)]
-
-    monkeypatch.setattr(recurrences, "measure", here)
-    if peers:
-        some = ("gated, a channel", "gated delta")
-        monkeypatch.setattr(recurrences, "CASES", {name: recurrences.CASES[name] for name in some})
-    else:
-        monkeypatch.setattr(recurrences, "installed", lambda peer: False)
-    out, page_path = tmp_path / "record.json", tmp_path / "page.md"
-    page_path.write_text(f"before\n{recurrences.START}old\n{recurrences.END}after\n")
-    sizes = ["--length", "64", "--heads", "2", "--dim", "8", "--rounds", "1", "--processes", "1"]
-    recurrences.main([*sizes, "--out", str(out), "--page", str(page_path)])
-    shown = page_path.read_text()
-    assert shown.startswith(f"before\n{recurrences.START}Measured on ")
-    assert shown.endswith(f"{recurrences.END}after\n")
-    assert "old" not in shown
-    assert all(f"\n| {name} | " in shown for name in recurrences.CASES)
-    missing = "Left out, not installed: torch operations, JAX scan, jit."
-    assert (missing in shown) == (not peers)
-    page_path.write_text(f"{recurrences.START}{recurrences.END}")
-    recurrences.main(["--from-record", "--out", str(out), "--page", str(page_path)])
-    assert page_path.read_text() in shown
-
-
-def test_the_page_shows_the_median_of_processes_and_a_peer_at_its_best():
-    def process(ratio):
-        row = {"milliseconds": {"linattn": 10 * ratio}, "growth": 1.0}
-        row["over linattn"] = {recurrences.JAX: ratio}
-        steps = {"16": ratio, "256": 4.0}
-        return {"rules": dict.fromkeys(recurrences.CASES, row), "step, microseconds": steps}
-
-    machine = {"cpu": "a processor", "commit": "c0ffee", "date": "2026-11-23"}
-    record = {"machine": machine, "rounds": 15, "left out": []}
-    record["processes"] = [process(ratio) for ratio in (1.75, 0.5, 2.0)]
-    text = recurrences.section(record)
-    assert "| delta | 17.5 | - | 1.75 | 0.50 | 1.00 |\n" in text
-    assert "medians of 3 processes with 15 rounds each" in text
-    assert "A step of decoding took 2 us after 16 tokens, 4 us after 256 tokens." in text
 
 
 def test_recurrences_that_are_wrong_are_not_timed(monkeypatch):

@@ -87,31 +87,6 @@ def test_attention_is_the_formula(name, is_causal, chunk_size):
         assert_allclose(out, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("is_causal", "dtype"), [(False, "float64"), (True, "float32")])
-def test_attention_in_every_library(xp, dtype, is_causal):
-    arrays = sequence(3, 13)
-    query, key, value = (xp.array(a, dtype) for a in arrays)
-    out = linattn.linear_attention(query, key, value, LEARNED, is_causal=is_causal)
-    xp.assert_like(out, query, shape=arrays[2].shape)
-    expected = attend(dense(LEARNED, *arrays[:2]), arrays[2], is_causal=is_causal)
-    bound = {"float32": 2e-5, "float64": 1e-12}[dtype]
-    assert_allclose(xp.numpy(out), expected, rtol=0, atol=bound)
-
-
-def test_states_merge_and_steps_are_the_whole():
-    query, key, value = sequence(3)
-    empty = linattn.init_state(PHI, VALUE_DIM, batch_shape=(HEADS,), like=query)
-    parts = [(key[:, rows], value[:, rows]) for rows in (np.s_[:13], np.s_[13:])]
-    states = [linattn.update_state(empty, *part, PHI) for part in parts]
-    out = linattn.read_state(query, linattn.merge_states(*states), PHI)
-    log = dense(PHI, query, key)
-    assert_allclose(out, attend(log, value), rtol=0, atol=1e-12)
-    decoder = linattn.Decoder(PHI, empty)
-    steps = [decoder.step(*(a[:, i] for a in (query, key, value))) for i in range(LENGTH)]
-    expected = attend(log, value, is_causal=True)
-    assert_allclose(np.stack(steps, axis=-2), expected, rtol=0, atol=1e-12)
-
-
 def test_parameters_may_be_shared_by_heads():
     """One key head and a power for all; the biases of each head its own."""
     b, a, alpha = PHI.centroids[:1], PHI.key_weights[:1], PHI.key_bias[:1]

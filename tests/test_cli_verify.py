@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 
 from linattn import feature_maps
 from linattn.cli import maps, verify
+from linattn.testing import check_feature_map
 from tests import command
 
 FEW = ("--draws", "600", "--dim", "4")
@@ -94,6 +96,12 @@ no_variance, no_kernel, plain = NoVariance(), NoKernel(), Plain()
 
 def call(*arguments):
     return command.call("verify", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def one_length(monkeypatch):
+    """What chance does not decide is tried at one length here; test_testing.py tries all."""
+    monkeypatch.setitem(inspect.unwrap(check_feature_map).__kwdefaults__, "length", 33)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,10 @@ import pytest
 
 import linattn
 from linattn import diagnostics, kernels
-from linattn.feature_maps import (
-    HyperbolicFeatures,
-    PositiveFeatures,
-)
 from tests.attentions import (
     DIM,
     HEADS,
-    MAPS,
     PHI,
-    Attention,
     assert_equal_and_native,
     every_map,
     filled_state,
@@ -31,7 +24,7 @@ from tests.attentions import (
     state_of,
     tokens,
 )
-from tests.entries import saying, word
+from tests.entries import saying
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
@@ -85,98 +78,6 @@ def test_maps_keep_no_device_handles(xp, feature_map):
     linattn.linear_attention(*in_library(xp, tokens()), feature_map)
     feature_map.query_features(in_library(xp, tokens())[0])
     assert pickle.dumps(feature_map) == before
-
-
-@every_map
-def test_saved_and_restored_at_every_token(feature_map, tmp_path):
-    path = tmp_path / "state.npz"
-    query, key, value = tokens(length=12)
-    whole, last = linattn.linear_attention(
-        query, key, value, feature_map, is_causal=True, return_state=True
-    )
-    linattn.save_state(path, state_of(feature_map, like=query, batch_shape=(HEADS,)), feature_map)
-    unbroken = linattn.load_state(path, feature_map)
-    steps = []
-    for t in range(12):
-        token = query[:, t], key[:, t], value[:, t]
-        expected, unbroken = linattn.decode_step(*token, unbroken, feature_map)
-        restored = linattn.load_state(path, feature_map, like=query)
-        out, restored = linattn.decode_step(*token, restored, feature_map)
-        np.testing.assert_array_equal(out, expected)
-        linattn.save_state(path, restored, feature_map)
-        steps.append(out)
-    assert_equal_and_native(linattn.load_state(path, feature_map), unbroken)
-    attend = Attention("", feature_map, True)
-    attend.check(np.stack(steps, axis=-2), query, key, value, tolerance=1e-5)
-    attend.check(whole, query, key, value, tolerance=1e-5)
-    assert last.length == unbroken.length == 12
-
-
-@every_map
-@pytest.mark.parametrize("cut", [0, 1, 5, 11, 12])
-def test_a_stream_may_be_cut_anywhere(feature_map, cut, tmp_path):
-    path = tmp_path / "state.npz"
-    arrays = tokens(length=12)
-    head, tail = ([array[:, part] for array in arrays] for part in (slice(cut), slice(cut, None)))
-    call = partial(
-        linattn.linear_attention, feature_map=feature_map, is_causal=True, return_state=True
-    )
-    first, state = call(*head)
-    linattn.save_state(path, state, feature_map)
-    second, state = call(*tail, initial_state=linattn.load_state(path, feature_map))
-    attend = Attention("", feature_map, True)
-    attend.check(np.concatenate([first, second], axis=-2), *arrays, tolerance=1e-5)
-    assert state.length == 12
-
-
-def test_the_file_of_another_map_is_rejected(tmp_path):
-    path = tmp_path / "state.npz"
-    names = list(MAPS)
-    for index, name in enumerate(names):
-        linattn.save_state(path, filled_state(MAPS[name]), MAPS[name])
-        linattn.load_state(path, copy.deepcopy(MAPS[name]))
-        linattn.load_state(path)
-        other = MAPS[names[index - 1]]
-        with pytest.raises(
-            linattn.StateFileError, match=saying("state.npz", "another feature map")
-        ):
-            linattn.load_state(path, other)
-    phi = PositiveFeatures(DIM, 16, rng=0)
-    linattn.save_state(path, filled_state(phi), phi)
-    for other in (
-        phi.redraw(1),
-        PositiveFeatures(DIM, 16, rng=0, scale=1.0),
-        HyperbolicFeatures(DIM, 16, rng=0),
-    ):
-        with pytest.raises(linattn.StateFileError, match="another feature map"):
-            linattn.load_state(path, other)
-    linattn.save_state(path, filled_state(phi))  # it knows its map, though not by its full name
-    with pytest.raises(linattn.StateFileError, match="another feature map"):
-        linattn.load_state(path, phi.redraw(1))
-    linattn.save_state(path, filled_state(phi)._replace(fingerprint=None))
-    with pytest.raises(linattn.StateFileError, match=saying("without its feature map")):
-        linattn.load_state(path, phi)
-
-
-@pytest.mark.parametrize("state", [None, (1, 2, 3), {}], ids=repr)
-def test_only_states_are_saved(state, tmp_path):
-    with pytest.raises(TypeError, match=saying(word("state"), "linattn.State", "got")):
-        linattn.save_state(tmp_path / "state.npz", state)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_states_of_every_library_are_saved(xp, tmp_path):
-    path = tmp_path / "state.npz"
-    query, key, value = in_library(xp, tokens())
-    state = state_of(PHI, like=query, batch_shape=(HEADS,))
-    state = linattn.update_state(state, key, value, PHI)
-    linattn.save_state(path, state, PHI)
-    restored = linattn.load_state(path, PHI, like=query)
-    xp.assert_like(restored.kvz, state.kvz)
-    xp.assert_like(restored.log_scale, state.log_scale)
-    np.testing.assert_array_equal(xp.numpy(restored.kvz), xp.numpy(state.kvz))
-    np.testing.assert_array_equal(xp.numpy(restored.log_scale), xp.numpy(state.log_scale))
-    assert restored.length == state.length
 
 
 # Every other object that a public call returns ----------------------------------------------------

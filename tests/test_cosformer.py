@@ -55,59 +55,6 @@ def stretch(arrays, rows):
     return [a[:, rows, :] for a in arrays]
 
 
-@full_and_causal
-@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
-def test_attention_in_every_library(xp, masked, is_causal):
-    query, key, value, mask = inputs()
-    arrays = [xp.array(a, "float32") for a in (query, key, value)]
-    options = {"key_mask": xp.array(mask)} if masked else {}
-    out = attend(arrays, PHI, is_causal=is_causal, **options)
-    xp.assert_like(out, arrays[2])
-    expected = quadratic(query, key, value, mask if masked else None, is_causal=is_causal)
-    assert_allclose(xp.numpy(out), expected, rtol=0, atol=5e-6)
-    assert_array_equal(xp.numpy(out)[0, 3], 0)
-
-
-@full_and_causal
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 5, 100])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_positions_do_not_depend_on_chunks(dtype, chunk_size, is_causal):
-    query, key, value, mask = inputs(1)
-    arrays = [a.astype(dtype) for a in (query, key, value)]
-    out = attend(arrays, PHI, is_causal=is_causal, key_mask=mask, chunk_size=chunk_size)
-    bound = {"float64": 1e-13, "float32": 5e-6}[dtype]
-    expected = quadratic(query, key, value, mask, is_causal=is_causal)
-    assert_allclose(out, expected, rtol=0, atol=bound)
-
-
-def test_streams_go_on_where_they_were(xp):
-    query, key, value, mask = inputs(2)
-    cut = 6
-    arrays, seen = [xp.array(a) for a in (query, key, value)], xp.array(mask)
-    first, rest = stretch(arrays, slice(None, cut)), stretch(arrays, slice(cut, None))
-    out, state = attend(first, PHI, is_causal=True, key_mask=seen[:, :cut], return_state=True)
-    causal = quadratic(query, key, value, mask, is_causal=True)
-    assert_allclose(xp.numpy(out), causal[:, :cut], rtol=0, atol=1e-13)
-    assert state.length == cut
-    for is_causal, expected in ((True, causal), (False, quadratic(query, key, value, mask))):
-        out = attend(rest, PHI, is_causal=is_causal, key_mask=seen[:, cut:], initial_state=state)
-        assert_allclose(xp.numpy(out), expected[:, cut:], rtol=0, atol=1e-13)
-    state = linattn.update_state(state, rest[1], rest[2], PHI, key_mask=seen[:, cut:])
-    assert state.length == LENGTH
-
-
-def test_steps_are_the_whole():
-    query, key, value, _ = inputs(3)
-    expected = quadratic(query, key, value, is_causal=True)
-    state = linattn.init_state(PHI, VALUE_DIM, batch_shape=(2,), like=query)
-    decoder = linattn.Decoder(PHI, state)
-    for i in range(LENGTH):
-        token = (query[:, i], key[:, i], value[:, i])
-        out, state = linattn.decode_step(*token, state, PHI)
-        assert_allclose(out, expected[:, i], rtol=0, atol=1e-13)
-        assert_allclose(decoder.step(*token), expected[:, i], rtol=0, atol=1e-13)
-
-
 def test_queries_of_read_state_follow_its_keys():
     query, key, value, _ = inputs(4)
     state = linattn.init_state(PHI, VALUE_DIM, batch_shape=(2,), like=query)
@@ -116,12 +63,6 @@ def test_queries_of_read_state_follow_its_keys():
     key, value = stretch((key, value), slice(0, 9))
     out = linattn.read_state(query[:, :4], state, PHI)
     assert_allclose(out, quadratic(query[:, :4], key, value, first_query=9), rtol=0, atol=1e-13)
-
-
-def test_other_lengths_of_queries():
-    query, key, value, _ = inputs(5)
-    out = linattn.linear_attention(query[:, :7], key, value, PHI)
-    assert_allclose(out, quadratic(query[:, :7], key, value), rtol=0, atol=1e-13)
 
 
 @full_and_causal

@@ -60,7 +60,7 @@ def test_attention_that_chooses_is_exact_and_lazy(is_causal, tolerance):
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), masked=st.booleans(), streamed=st.booleans())
 def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked, streamed):
     length = data.draw(st.integers(0, 60), "length")
@@ -92,7 +92,7 @@ def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked,
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), leads=st.sampled_from([((), (3,)), ((1,), (3,)), ((2, 1), (2, 3))]))
 def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
     """The chunks that heads of no tokens come in are not those of the state: it is handed on."""
@@ -119,7 +119,7 @@ def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
     np.testing.assert_array_equal(after.log_scale, state.log_scale)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), kind=st.sampled_from(["all", "heads", "tokens"]))
 def test_decay_through_any_chunks(data, seed, kind):
     rows = data.draw(chunkings(50), "rows")
@@ -200,7 +200,7 @@ def test_far_keys_have_the_bias_of_their_side(is_causal):
     close(got.compute(), want)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), streamed=st.booleans())
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, streamed):
@@ -477,7 +477,7 @@ HEADS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("window", [{}, {"exact_window": 8}], ids=["no window", "window"])
-@pytest.mark.parametrize("rows", [7, (3, 0, 17, 20), 40])
+@pytest.mark.parametrize("rows", [(3, 0, 17, 20), 40])
 @pytest.mark.parametrize("name", ["positive", *HEADS])
 @pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
 def test_windows_across_chunks_and_heads_apart(name, rows, window):
@@ -491,8 +491,10 @@ def test_windows_across_chunks_and_heads_apart(name, rows, window):
     close(got_log.compute(), want_log)
 
 
-@pytest.mark.parametrize("borders", [[0, 0, 0, 12], [0, 4, 4, 4, 8, 12, 12], [0, 12]])
-@pytest.mark.parametrize("chunks", [(1, 3), (2, 12)])
+@pytest.mark.parametrize(
+    ("borders", "chunks"),
+    [([0, 0, 0, 12], (2, 12)), ([0, 4, 4, 4, 8, 12, 12], (1, 3)), ([0, 12], (1, 12))],
+)
 @pytest.mark.parametrize(
     ("name", "options"),
     [("positive", {"log_decay": -0.1}), ("projections", {}), (None, {})],

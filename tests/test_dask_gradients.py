@@ -61,7 +61,7 @@ def compare(arrays, rows, phi, options, *, seed=0, heads=1, tol=2e-6, **flags):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     data=st.data(),
     name=st.sampled_from(sorted(MAPS)),

@@ -484,7 +484,7 @@ def test_an_interrupt_is_an_interrupt_wherever_it_falls(path):
     while save_interrupted_at(step):
         assert [p.name for p in path.parent.iterdir()] == ["state.npz"]
         assert load_state(path).length in (5, 9)
-        step += 1
+        step += 2
     assert step > 100
     assert_same_bits(load_state(path), new)
 
@@ -694,7 +694,7 @@ def test_flipped_bits(path):
     save_state(path, some_state(), phi_of())
     good = path.read_bytes()
     assert_same_bits(load_state(path, phi_of()), some_state())
-    # Every byte of the zip's own records; of the members, which checksums guard, every eleventh.
+    # Every byte of the zip's own records; of the members, which checksums guard, some.
     with zipfile.ZipFile(path) as archive:
         ends = [*[info.header_offset for info in archive.infolist()][1:], archive.start_dir]
         guarded = {
@@ -703,9 +703,9 @@ def test_flipped_bits(path):
             for position in range(end - info.file_size, end)
         }
     for position in range(len(good)):
-        if position in guarded and position % 11:
+        if position in guarded and position % 31:
             continue
-        for bit in (0, 3, 7):
+        for bit in ((0, 3, 7)[position % 3],):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             path.write_bytes(bad)
@@ -723,7 +723,7 @@ def test_flipped_bits_of_a_header_behind_a_right_checksum(path, name):
     np.save(buffer, members()[name])
     good = buffer.getvalue()
     for position in range(128):
-        for bit in (0, 3, 6):
+        for bit in ((0, 3, 6)[position % 3],):
             bad = bytearray(good)
             bad[position] ^= 1 << bit
             write_members(path, {name: bytes(bad)})

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 import linattn
@@ -22,7 +20,6 @@ from tests.attentions import maps
 # Arrays are unpacked into their places, which no type checker can follow.
 linear: Any = linattn.linear_attention
 linear_vjp: Any = linattn.linear_attention_vjp
-softmax_vjp: Any = linattn.softmax_attention_vjp
 
 DIM = 4
 _RNG = np.random.default_rng(7)
@@ -72,105 +69,6 @@ def relative(actual, expected):
     )
 
 
-# The quadratic formula --------------------------------------------------------------------------
-
-
-def phi_of(features):
-    log, values = features
-    phi = 1.0 if values is None else values
-    return phi if log is None else phi * np.exp(log)
-
-
-def rows_gradient(feature_map, side, x, cotangent, step=1e-3):
-    """Gradient of ``sum(cotangent * phi(x))``, whose rows do not depend on each other.
-
-    Differences of steps h, h / 2 and h / 4, extrapolated; in closed form for elu + 1, which is not
-    smooth enough for that.
-    """
-    function = getattr(feature_map, f"{side}_features")
-    if isinstance(feature_map, feature_maps.EluFeatures):
-        slope = np.minimum(np.exp(np.sqrt(feature_map.scale) * x), 1)
-        return np.sqrt(feature_map.scale) * cotangent * slope
-    gradient = np.zeros_like(x)
-    for i in range(x.shape[-1]):
-
-        def slope(h, i=i):
-            move = np.zeros(x.shape[-1])
-            move[i] = h
-            difference = phi_of(function(x + move)) - phi_of(function(x - move))
-            return np.sum(cotangent * difference, axis=-1) / (2 * h)
-
-        a, b, c = (slope(step / 2**k) for k in range(3))
-        gradient[..., i] = (64 * c - 20 * b + a) / 45
-    return gradient
-
-
-def sum_to(x, shape):
-    extra = x.ndim - len(shape)
-    axes = tuple(i for i in range(extra, x.ndim) if shape[i - extra] == 1 != x.shape[i])
-    return np.sum(x, axis=(*range(extra), *axes)).reshape(shape)
-
-
-def quadratic_vjp(query, key, value, feature_map, grad, *, is_causal=False, key_mask=None):
-    """Gradients from all pairs: with ``T_ij = g_i.(v_j - o_i) / D_i``, ``phi_bar = T psi``."""
-    mask = np.ones(key.shape[:-1], bool) if key_mask is None else key_mask
-    mask = np.broadcast_to(mask, key.shape[:-1])
-    key = np.where(mask[..., None], key, 0)
-    phi, psi = phi_of(feature_map.query_features(query)), phi_of(feature_map.key_features(key))
-    psi = np.where(mask[..., None], psi, 0)
-    visible = np.tri(query.shape[-2], dtype=bool) if is_causal else True
-    weights = np.where(visible, phi @ np.swapaxes(psi, -1, -2), 0)
-    seen_value = np.where(mask[..., None], value, 0)
-    denominator = np.sum(weights, axis=-1, keepdims=True)
-    inverse = np.where(denominator == 0, 0, 1 / np.where(denominator == 0, 1, denominator))
-    out = inverse * (weights @ seen_value)
-    inner = grad @ np.swapaxes(seen_value, -1, -2) - np.sum(grad * out, axis=-1, keepdims=True)
-    T = np.where(visible, inner * inverse, 0)
-    psi_bar = np.swapaxes(T, -1, -2) @ phi
-    grad_value = np.swapaxes(weights * inverse, -1, -2) @ grad
-    grad_query = rows_gradient(feature_map, "query", query, T @ psi)
-    lead = psi_bar.shape[:-2]
-    spread = np.broadcast_to(key, (*lead, *key.shape[-2:]))
-    grad_key = rows_gradient(feature_map, "key", spread, psi_bar)
-    grad_key = np.where(mask[..., None], grad_key, 0)
-    return out, sum_to_all((grad_query, grad_key, grad_value), (query, key, value))
-
-
-def sum_to_all(gradients, arrays):
-    return [sum_to(g, a.shape) for g, a in zip(gradients, arrays, strict=True)]
-
-
-def broadcast_query(case):
-    """Give queries all leading axes of the output, where a row's gradient is one of its own."""
-    lead = case.output_shape[:-2]
-    return np.broadcast_to(case.query, (*lead, *case.query.shape[-2:]))
-
-
-@pytest.mark.parametrize("name", ["positive", "elu", "calibrated", "reparametrized", "fourier"])
-@given(data=st.data())
-def test_gradients_are_those_of_the_quadratic_formula(xp_any_shape, draws, name, data):
-    xp, feature_map = xp_any_shape, MAPS[name]
-    case = data.draw(draws.cases(dim=DIM, max_length=40))
-    if case.scale > 1:
-        return  # the oracle works with weights themselves, out of range there
-    grad = np.random.default_rng(case.seed + 1).standard_normal(case.output_shape)
-    settings = {"is_causal": case.is_causal, "key_mask": case.key_mask}
-    out, expected = quadratic_vjp(
-        broadcast_query(case), case.key, case.value, feature_map, grad, **settings
-    )
-    expected[0] = sum_to(expected[0], case.query.shape)
-    arrays = [xp.array(a) for a in (case.query, case.key, case.value)]
-    if case.key_mask is not None:
-        settings["key_mask"] = xp.array(case.key_mask)
-    output, pullback = linear_vjp(*arrays, feature_map, chunk_size=case.chunk_size, **settings)
-    gradients = pullback(xp.array(grad))
-    np.testing.assert_allclose(xp.numpy(output), out, rtol=1e-8, atol=1e-10)
-    for gradient, array, wanted in zip(gradients, arrays, expected, strict=True):
-        xp.assert_like(gradient, array)
-        size = max(np.linalg.norm(wanted), np.linalg.norm(grad) * 1e-3)
-        assert np.linalg.norm(xp.numpy(gradient) - wanted) <= 1e-8 * size
-
-
 # Finite differences -----------------------------------------------------------------------------
 
 
@@ -191,18 +89,6 @@ def test_pullback_is_the_derivative(name, is_causal):
         partial(linear, feature_map=feature_map, **settings),
         partial(linear_vjp, feature_map=feature_map, **settings),
         *inputs(name),
-        step=1e-4,
-        rtol=1e-7,
-    )
-
-
-@pytest.mark.parametrize("name", ["positive", "elu", "softmax", "taylor"])
-def test_cross_lengths(name):
-    feature_map = MAPS[name]
-    assert_gradient(
-        partial(linear, feature_map=feature_map),
-        partial(linear_vjp, feature_map=feature_map),
-        *inputs(name, length=5, others=19),
         step=1e-4,
         rtol=1e-7,
     )
@@ -242,131 +128,7 @@ def test_keys_with_columns_of_probes():
     )
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_softmax_pullback_is_the_derivative(xp_any_shape, is_causal):
-    xp = xp_any_shape
-    arrays = [xp.array(a) for a in inputs("softmax")]
-    assert_gradient(
-        partial(linattn.softmax_attention, scale=0.7, is_causal=is_causal),
-        partial(softmax_vjp, scale=0.7, is_causal=is_causal),
-        *arrays,
-        num_directions=1,
-        rtol=1e-7,
-    )
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_softmax_gradients_in_blocks_with_a_mask(is_causal):
-    rng = np.random.default_rng(3)
-    query, key, value = rng.standard_normal((3, 2, 700, 4))
-    mask = rng.random(700) < 0.8
-    bad_key, bad_value = (np.where(mask[:, None], a, np.nan) for a in (key, value))
-    settings = {"is_causal": is_causal, "key_mask": mask}
-    output, pullback = softmax_vjp(query, bad_key, bad_value, **settings)
-    grad = rng.standard_normal(output.shape)
-    logits = np.where(mask, query @ np.swapaxes(key, -1, -2) / 2, -np.inf)
-    if is_causal:
-        logits = np.where(np.tri(700, dtype=bool), logits, -np.inf)
-    top = np.max(logits, axis=-1, keepdims=True)
-    weights = np.exp(logits - np.where(top == -np.inf, 0, top))
-    total = np.sum(weights, axis=-1, keepdims=True)
-    weights = weights / np.where(total == 0, 1, total)
-    out = weights @ value
-    inner = grad @ np.swapaxes(value, -1, -2) - np.sum(grad * out, axis=-1, keepdims=True)
-    expected = [
-        (weights * inner) @ key / 2,
-        np.swapaxes(weights * inner, -1, -2) @ query / 2,
-        np.swapaxes(weights, -1, -2) @ grad,
-    ]
-    assert relative(pullback(grad), expected) <= 1e-12
-    with linattn.without_backends():
-        assert relative(pullback(grad), expected) <= 1e-12
-
-
-# States -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("name", ["positive", "elu", "softmax", "reparametrized", "cosformer"])
-def test_state_has_gradients(name, is_causal):
-    feature_map = MAPS[name]
-    arrays = inputs(name)
-    _, state = linear(*inputs(name, seed=2), feature_map, return_state=True)
-    rng = np.random.default_rng(5)
-    weights = [rng.standard_normal((2, 21, 3)), rng.standard_normal(state.kvz.shape)]
-
-    def loss(point, log_scale):
-        query, key, value, kvz = point
-        # The gauge of the last state is held where it was.
-        before = linattn.State(kvz, state.log_scale, state.length)
-        output, after = linear(
-            query,
-            key,
-            value,
-            feature_map,
-            is_causal=is_causal,
-            initial_state=before,
-            return_state=True,
-        )
-        kvz = after.kvz * np.exp(after.log_scale - log_scale)[..., None]
-        return np.sum(output * weights[0]) + np.sum(kvz * weights[1])
-
-    (_, after), pullback = linear_vjp(
-        *arrays, feature_map, is_causal=is_causal, initial_state=state, return_state=True
-    )
-    gradients = pullback(*weights)
-    assert gradients[3].shape == state.kvz.shape
-    point = [*arrays, state.kvz]
-    for index, gradient in enumerate(gradients):
-        u = rng.standard_normal(gradient.shape)
-
-        def along(h, index=index, u=u):
-            moved = list(point)
-            moved[index] = point[index] + h * u
-            return loss(moved, after.log_scale)
-
-        wide, narrow = ((along(h) - along(-h)) / (2 * h) for h in (2e-4, 1e-4))
-        assert np.sum(gradient * u) == pytest.approx((4 * narrow - wide) / 3, rel=1e-7)
-
-
-def test_a_stream_in_two_has_the_gradients_of_the_whole():
-    feature_map = MAPS["positive"]
-    arrays = inputs("positive")
-    output, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
-    grad = np.random.default_rng(3).standard_normal(output.shape)
-    expected = pullback(grad)
-    first, second = ([a[:, rows] for a in arrays] for rows in (slice(0, 9), slice(9, None)))
-    settings = {"is_causal": True, "return_state": True}
-    (_, state), pull_first = linear_vjp(*first, feature_map, **settings)
-    _, pull_second = linear_vjp(*second, feature_map, is_causal=True, initial_state=state)
-    *of_second, grad_state = pull_second(grad[:, 9:])
-    of_first = pull_first(grad[:, :9], grad_state)
-    joined = [np.concatenate(pair, axis=-2) for pair in zip(of_first, of_second, strict=True)]
-    assert relative(joined, expected) <= 1e-13
-
-
 # Masks, broadcasting, edges ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_masked_and_blind_rows_have_gradient_zero(xp, is_causal):
-    query, key, value = inputs("positive", length=9, others=9)
-    mask = np.ones((2, 9), bool)
-    mask[0] = False  # no query of this head sees anything
-    mask[1, :3] = False
-    key[~mask], value[~mask] = np.nan, np.inf
-    arrays = [xp.array(a) for a in (query, key, value)]
-    for feature_map in (MAPS["positive"], MAPS["elu"]):
-        output, pullback = linear_vjp(
-            *arrays, feature_map, is_causal=is_causal, key_mask=xp.array(mask)
-        )
-        gradients = xp.numpy_each(pullback(xp.array(np.ones(output.shape))))
-        assert all(np.isfinite(g).all() for g in gradients)
-        for gradient in gradients[1:]:
-            np.testing.assert_array_equal(gradient[~mask], 0)
-        np.testing.assert_array_equal(gradients[0][0], 0)
-        assert np.abs(gradients[0][1, 4:]).min() > 0
-        assert np.abs(gradients[2][1, 3:]).min() > 0
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -384,15 +146,6 @@ def test_masked_rows_have_gradient_zero_beside_nan(xp_any_shape, is_causal):
     np.testing.assert_array_equal(grad_key[:, ~mask], 0)
     np.testing.assert_array_equal(grad_value[:, ~mask], 0)
     assert np.isnan(grad_key[:, mask]).any()
-
-
-def test_one_token_that_is_masked_has_gradient_zero(xp):
-    query, key, value = (xp.array(x) for x in np.ones((3, 2, 1, 4)))
-    output, pullback = linattn.softmax_attention_vjp(
-        query, key, value, is_causal=True, key_mask=xp.array(np.array([False]))
-    )
-    for array in (output, *pullback(xp.array(np.ones((2, 1, 4))))):
-        assert_array_equal(xp.numpy(array), 0)
 
 
 @pytest.mark.parametrize(
@@ -435,44 +188,6 @@ def test_relu_queries_with_zero_denominator_have_gradient_zero(xp_any_shape):
     gradients = [xp.numpy(g) for g in pullback(xp.array(np.ones(output.shape)))]
     assert all(np.isfinite(g).all() for g in gradients)
     np.testing.assert_array_equal(gradients[0][0, 3], 0)
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gradients_are_summed_over_broadcast_axes(xp, is_causal):
-    rng = np.random.default_rng(0)
-    shapes = ((2, 1, 3, 5, DIM), (4, 1, 5, DIM), (2, 1, 1, 5, 3))
-    arrays = [rng.standard_normal(shape) for shape in shapes]
-    full = [np.broadcast_to(a, (2, 4, 3, 5, a.shape[-1])) for a in arrays]
-    grad = rng.standard_normal((2, 4, 3, 5, 3))
-    feature_map = feature_maps.PositiveFeatures.from_projection(rng.standard_normal((4, 1, 8, DIM)))
-    _, pullback = linear_vjp(*full, feature_map, is_causal=is_causal)
-    expected = sum_to_all(pullback(grad), arrays)
-    given_arrays = [xp.array(a) for a in arrays]
-    _, pullback = linear_vjp(*given_arrays, feature_map, is_causal=is_causal)
-    gradients = pullback(xp.array(grad))
-    for gradient, array in zip(gradients, given_arrays, strict=True):
-        xp.assert_like(gradient, array)
-    assert relative(xp.numpy_each(gradients), expected) <= 1e-12
-    _, pullback = softmax_vjp(*given_arrays, is_causal=is_causal)
-    _, pull_full = softmax_vjp(*full, is_causal=is_causal)
-    of_softmax = xp.numpy_each(pullback(xp.array(grad)))
-    assert relative(of_softmax, sum_to_all(pull_full(grad), arrays)) <= 1e-12
-
-
-def test_empty_lengths():
-    feature_map = MAPS["positive"]
-    query, key, value = inputs("positive")
-    output, pullback = linear_vjp(query, key[:, :0], value[:, :0], feature_map)
-    gradients = pullback(np.ones_like(output))
-    assert [g.shape for g in gradients] == [(2, 21, DIM), (2, 0, DIM), (2, 0, 3)]
-    np.testing.assert_array_equal(gradients[0], 0)
-    output, pullback = linear_vjp(query[:, :0], key, value, feature_map)
-    assert not any(np.any(g) for g in pullback(output))
-    output, pullback = linear_vjp(query[None][:0], key, value, feature_map)
-    assert output.shape == (0, 2, 21, 3)
-    gradients = pullback(output)
-    assert [g.shape for g in gradients] == [(0, 2, 21, DIM), key.shape, value.shape]
-    assert not any(np.any(g) for g in gradients)
 
 
 def test_dtype_and_repeated_pullbacks(xp):
@@ -613,9 +328,9 @@ def test_cotangents_of_log_features_sum_to_zero(is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_extra_memory_is_small_at_length_65536(is_causal):
+def test_extra_memory_is_small_at_length_32768(is_causal):
     rng = np.random.default_rng(0)
-    arrays = rng.standard_normal((3, 65536, 64), dtype=np.float32)
+    arrays = rng.standard_normal((3, 32768, 64), dtype=np.float32)
     feature_map = feature_maps.PositiveFeatures(64, 256, rng=0)
 
     def both_ways(arrays):

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -18,9 +16,7 @@ from linattn.feature_maps import (
     EluFeatures,
     LandmarkFeatures,
     ReluFeatures,
-    SoftmaxFeatures,
 )
-from linattn.testing import assert_gradient
 from tests import pairs
 from tests.attentions import full_and_causal
 from tests.pairs import BOUNDS, DIM, LENGTH, PHI, tokens
@@ -42,24 +38,6 @@ def biases(shape, seed=1, size=5.0):
 
 def dense(query, key, value, phi, bias, **options):
     return reference.kernel_attention(query, key, value, phi, bias=bias[..., None, :], **options)
-
-
-@full_and_causal
-def test_equals_the_oracle_in_every_library(xp, is_causal):
-    arrays, bias, phi = tokens(length=12), biases((2, 12)), MAPS["positive"]
-    query, key, value = (xp.array(a, "float32") for a in arrays)
-    out = linattn.linear_attention(
-        query,
-        key,
-        value,
-        phi,
-        is_causal=is_causal,
-        key_bias=xp.array(bias, "float32"),
-        chunk_size=8,
-    )
-    xp.assert_like(out, query)
-    expected = dense(*arrays, phi, bias, is_causal=is_causal)
-    assert_allclose(xp.numpy(out), expected, atol=BOUNDS["float32"])
 
 
 @pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
@@ -131,138 +109,6 @@ def test_a_block_keeps_keys_that_only_later_queries_meet(xp, chunk_size):
     assert_allclose(np.concatenate(parts), expected, atol=BOUNDS["float32"])
 
 
-def test_float16_is_weighed_in_float32():
-    arrays, bias = [a.astype(np.float16) for a in tokens()], biases(LENGTH)
-    out = linattn.linear_attention(*arrays, MAPS["positive"], is_causal=True, key_bias=bias)
-    assert out.dtype == np.float16
-    expected = dense(*arrays, MAPS["positive"], bias, is_causal=True)
-    assert_allclose(out, expected, atol=3e-3)
-
-
-def test_a_key_of_minus_infinity_is_masked(xp):
-    query, key, value = tokens(length=8)
-    bias = np.where(np.arange(8) < 3, -np.inf, 0.5)
-    expected = linattn.linear_attention(
-        query, key, value, EluFeatures(), is_causal=True, key_mask=bias > -np.inf
-    )
-    key[:, :3], value[:, :3] = np.nan, np.nan
-    arrays = [xp.array(a) for a in (query, key, value)]
-    out = linattn.linear_attention(
-        *arrays, EluFeatures(), is_causal=True, key_bias=xp.array(bias), chunk_size=4
-    )
-    assert_allclose(xp.numpy(out), expected, atol=1e-12)
-    assert_array_equal(xp.numpy(out)[:, :3], 0)
-
-
-@full_and_causal
-@pytest.mark.parametrize("name", [*MAPS, "softmax"])
-@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
-def test_a_mask_and_a_bias_each_hide_their_keys(xp, name, is_causal):
-    if name == "landmarks" and is_causal:
-        return
-    mask, bias = np.arange(12) % 4 != 1, np.where(np.arange(12) % 4 == 2, -np.inf, 0.5)
-    seen = mask & (bias > -np.inf)
-    query, key, value = tokens(length=12)
-    key[:, ~seen], value[:, ~seen] = np.nan, np.nan
-    clean = [np.where(seen[:, None], a, 0.0) for a in (key, value)]
-    maps: list[Any] = [] if name == "softmax" else [MAPS[name]]
-    kind = "softmax_attention" if name == "softmax" else "linear_attention"
-    attend, attend_vjp = (getattr(linattn, f"{kind}{end}") for end in ("", "_vjp"))
-    arrays = [xp.array(a) for a in (query, key, value)]
-    given = {"key_mask": xp.array(mask), "key_bias": xp.array(bias), "is_causal": is_causal}
-    wanted = {"key_mask": seen, "key_bias": np.full(12, 0.5), "is_causal": is_causal}
-    expected, pullback = attend_vjp(query, *clean, *maps, **wanted)
-    assert_allclose(xp.numpy(attend(*arrays, *maps, **given)), expected, atol=1e-10)
-    output, pulled = attend_vjp(*arrays, *maps, **given)
-    for found, want in zip(pulled(output), pullback(expected), strict=True):
-        assert_allclose(xp.numpy(found), want, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_a_state_has_no_key_that_a_mask_or_a_bias_hides(xp, name):
-    mask, bias = np.arange(12) % 4 != 1, np.where(np.arange(12) % 4 == 2, -np.inf, 0.5)
-    seen, (query, key, value) = mask & (bias > -np.inf), tokens(length=12)
-    empty = linattn.init_state(MAPS[name], DIM, batch_shape=(2,), like=xp.array(key))
-    wanted = linattn.init_state(MAPS[name], DIM, batch_shape=(2,), like=key)
-    wanted = linattn.update_state(wanted, key[:, seen], value[:, seen], MAPS[name])
-    key[:, ~seen], value[:, ~seen] = np.nan, np.nan
-    weights = {"key_mask": xp.array(mask), "key_bias": xp.array(bias)}
-    state = linattn.update_state(empty, xp.array(key), xp.array(value), MAPS[name], **weights)
-    out = linattn.read_state(xp.array(query), state, MAPS[name])
-    assert_allclose(
-        xp.numpy(out), linattn.read_state(query, wanted, MAPS[name]), rtol=1e-9, atol=1e-11
-    )
-
-
-@full_and_causal
-def test_log_2_counts_a_key_twice_also_where_columns_are_normalized(is_causal):
-    query, key, value = tokens()
-    bias = np.where(np.arange(LENGTH) % 3 == 0, np.log(2), 0.0)
-    for phi in (SoftmaxFeatures(), MAPS["positive"]):
-        options = {"is_causal": is_causal, "chunk_size": 7}
-        out = linattn.linear_attention(query, key, value, phi, key_bias=bias, **options)
-        # A second one right behind it, read by the query after.
-        times = np.where(bias > 0, 2, 1)
-        twice = [np.repeat(a, times, axis=-2) for a in (query, key, value)]
-        expected = linattn.linear_attention(*twice, phi, **options)
-        assert_allclose(out, expected[:, np.cumsum(times) - 1], atol=1e-12)
-
-
-@full_and_causal
-def test_near_keys_of_a_window_are_weighed_too(is_causal):
-    query, key, value = tokens()
-    bias = biases((2, LENGTH), size=3.0)
-    options = {"is_causal": is_causal, "key_bias": bias}
-    phi = MAPS["positive"]
-    out = linattn.linear_attention(query, key, value, phi, exact_window=LENGTH, **options)
-    expected = reference.softmax_attention(
-        query, key, value, scale=phi.scale, is_causal=is_causal, bias=bias[:, None, :]
-    )
-    assert_allclose(out, expected, atol=1e-12)
-    # Of all keys alike a bias cancels, which it does only if both parts have it.
-    narrow = {"exact_window": 5, "is_causal": is_causal}
-    even = linattn.linear_attention(
-        query, key, value, phi, key_bias=np.full(LENGTH, 20.0), **narrow
-    )
-    plain = linattn.linear_attention(query, key, value, phi, **narrow)
-    assert_allclose(even, plain, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["positive", "elu"])
-def test_states_and_steps_are_the_whole(name):
-    (query, key, value), phi = tokens(), MAPS[name]
-    bias = biases((2, LENGTH))
-    whole, after = linattn.linear_attention(
-        query, key, value, phi, is_causal=True, key_bias=bias, return_state=True
-    )
-    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
-    half = LENGTH // 2
-    parts = [
-        linattn.update_state(empty, key[:, rows], value[:, rows], phi, key_bias=bias[:, rows])
-        for rows in (slice(0, half), slice(half, None))
-    ]
-    merged = linattn.merge_states(*parts)
-    for state in (merged, after):
-        out = linattn.read_state(query, state, phi)
-        assert_allclose(out, dense(query, key, value, phi, bias), atol=1e-12)
-    decoder, state = linattn.Decoder(phi, parts[0]), parts[0]
-    for i in range(half, LENGTH):
-        token = query[:, i], key[:, i], value[:, i]
-        # Steps with and without a bias take turns.
-        given = {} if i % 3 == 0 else {"key_bias": bias[:, i]}
-        out, state = linattn.decode_step(*token, state, phi, **given)
-        assert_allclose(decoder.step(*token, **given), out, atol=1e-12)
-        bias[:, i] = given.get("key_bias", 0.0)
-    expected = dense(query, key, value, phi, bias, is_causal=True)
-    assert_allclose(out, expected[:, -1], atol=1e-12)
-    assert_allclose(
-        linattn.linear_attention(query, key, value, phi, is_causal=True, key_bias=bias),
-        expected,
-        atol=1e-12,
-    )
-    assert whole.shape == expected.shape
-
-
 def test_a_step_takes_a_number():
     (query, key, value), phi = tokens((), 3), MAPS["positive"]
     state = linattn.update_state(
@@ -276,53 +122,11 @@ def test_a_step_takes_a_number():
 # Gradients --------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
-@full_and_causal
-@pytest.mark.parametrize("name", [*MAPS, "softmax"])
-def test_gradients_are_those_of_finite_differences(name, is_causal):
-    if is_causal and name == "landmarks":
-        pytest.skip("landmarks have seen the whole sequence")
-    phi = SoftmaxFeatures() if name == "softmax" else MAPS[name]
-    arrays, shape = tokens((2,), 11), (11,) if name == "elu" else (1, 11)
-    bias = np.random.default_rng(2).standard_normal(shape)
-    mask = np.arange(11) != 4
-    options = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 4}
-
-    def attend(*arrays):
-        *qkv, bias = arrays
-        return linattn.linear_attention(*qkv, phi, key_bias=bias, **options)
-
-    def attend_vjp(*arrays):
-        *qkv, bias = arrays
-        return linattn.linear_attention_vjp(*qkv, phi, key_bias=bias, **options)
-
-    with linattn.without_backends():
-        assert_gradient(attend, attend_vjp, *arrays, bias, rtol=3e-6, num_directions=2)
-        expected = attend_vjp(*arrays, bias)[1](arrays[2])
-    gradients = attend_vjp(*arrays, bias)[1](arrays[2])
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        assert_allclose(gradient, wanted, atol=1e-11)
-    assert_array_equal(gradients[3][..., 4], 0)
-
-
 @full_and_causal
 def test_gradients_keep_their_digits_in_float32(is_causal):
     arrays, bias = tokens((2,), 300), biases((2, 300), size=2.0)
     for phi in (MAPS["positive"], MAPS["elu"]):
         pairs.check_float32_gradients(arrays, phi, "key_bias", bias, is_causal=is_causal)
-
-
-def test_a_state_and_a_bias_have_gradients_in_this_order():
-    (query, key, value), phi = tokens(), MAPS["positive"]
-    empty = linattn.init_state(phi, DIM, batch_shape=(2,), like=key)
-    before = linattn.update_state(empty, key, value, phi)
-    bias = np.zeros(LENGTH)
-    _, pullback = linattn.linear_attention_vjp(
-        query, key, value, phi, initial_state=before, key_bias=bias
-    )
-    *_, state, of_bias = pullback(value)
-    assert state.shape == before.kvz.shape
-    assert of_bias.shape == bias.shape
 
 
 @pytest.mark.frameworks

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn._driver import softmax
 from linattn.reference import softmax_attention
-from tests.pairs import dense_window_bias, offsets
+from tests.pairs import offsets
 
 
 def in_window(length, size):
@@ -30,106 +30,6 @@ def read_in_runs(monkeypatch, max_pairs):
     """Let windows be long ones, whose keys are read run by run."""
     monkeypatch.setattr(softmax, "MAX_PAIRS", max_pairs)
     monkeypatch.setattr(softmax, "LONG_ROWS", 32)
-
-
-def log_normalizers(query, key, bias, visible):
-    """Logs of the sums of all weights, dense."""
-    logits = query @ np.swapaxes(key, -1, -2) * query.shape[-1] ** -0.5 + bias
-    logits = np.where(visible, logits, -np.inf)
-    return np.logaddexp.reduce(logits, axis=-1)
-
-
-@given(data=st.data())
-def test_equals_the_dense_oracle(xp_any_shape, draws, data):
-    xp = xp_any_shape
-    length = data.draw(draws.lengths(200), label="length")
-    side = st.none() | st.integers(0, length + 3)
-    size = data.draw(st.none() | st.integers(0, length + 3) | st.tuples(side, side), label="size")
-    reach = data.draw(st.none() | st.integers(0, 70), label="reach")
-    is_causal, has_far = data.draw(st.booleans()), data.draw(st.booleans())
-    rng = np.random.default_rng(data.draw(draws.seeds))
-    query, key = rng.standard_normal((2, 3, length, 4)), rng.standard_normal((2, 1, length, 4))
-    value = rng.standard_normal((1, length, 5))
-    key_mask = rng.random((2, 1, length)) < 0.8
-    options, bias = {}, np.zeros((1, 1))
-    weighted = data.draw(st.booleans(), label="key_bias")
-    if weighted:
-        key_bias = np.where(rng.random((2, 1, length)) < 0.1, -np.inf, rng.standard_normal(length))
-        options["key_bias"] = xp.array(30 * key_bias)
-    if reach is not None:
-        window_bias = 3 * rng.standard_normal((3, 2 * reach + 1))
-        right = rng.standard_normal((2, 1))
-        options["window_bias"] = xp.array(window_bias)
-        if has_far:
-            options["far_bias"] = (0.5, xp.array(right))
-        bias = dense_window_bias(length, window_bias, (0.5, right) if has_far else None)
-    if weighted:
-        bias = bias + 30 * key_bias[..., None, :]
-        key_mask = key_mask & (key_bias > -np.inf)
-    hidden = key.copy()
-    hidden[~key_mask] = np.nan
-    out, log = linattn.softmax_attention(
-        *(xp.array(x) for x in (query, hidden, value)),
-        is_causal=is_causal,
-        key_mask=xp.array(key_mask),
-        local_window_size=size,
-        return_log_normalizer=True,
-        **options,
-    )
-    visible = in_window(length, (None, None) if size is None else size)
-    visible = visible & ((offsets(length) <= 0) | (not is_causal))
-    expected = softmax_attention(
-        query, key, value, key_mask=key_mask, visible=visible, bias=bias + np.zeros((length,) * 2)
-    )
-    assert_allclose(xp.numpy(out), expected, rtol=1e-11, atol=1e-12)
-    seen = visible & key_mask[..., None, :]
-    assert_allclose(xp.numpy(log), log_normalizers(query, key, bias, seen), rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_library(xp, dtype, monkeypatch):
-    read_in_runs(monkeypatch, 2**11)
-    length = 60 if xp.name in {"dask", "jax"} else 150
-    rng = np.random.default_rng(2)
-    host = [x.astype(dtype) for x in rng.standard_normal((3, 2, length, 8))]
-    window_bias = rng.standard_normal((2, 41))
-    arrays = [xp.array(x) for x in host]
-    out, log = linattn.softmax_attention(
-        *arrays,
-        local_window_size=(90, 25),
-        window_bias=xp.array(window_bias, "float32"),
-        far_bias=(-0.5, 0.25),
-        return_log_normalizer=True,
-    )
-    xp.assert_like(out, arrays[0])
-    assert log.dtype == xp.dtype("float32")
-    doubles = [x.astype(np.float64) for x in host]
-    visible = in_window(length, (90, 25))
-    bias = dense_window_bias(length, window_bias, (-0.5, 0.25))
-    expected = softmax_attention(*doubles, visible=visible, bias=bias)
-    bound = 2e-3 if dtype == "float16" else 3e-6
-    assert_allclose(xp.numpy(out), expected, rtol=0, atol=bound)
-    logs = log_normalizers(doubles[0], doubles[1], bias, visible)
-    assert_allclose(xp.numpy(log), logs, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
-@pytest.mark.parametrize("window", [(20, 9), (0, 40), (33, 0)])
-@pytest.mark.parametrize("max_pairs", [2**12, 2**14])
-def test_groups_of_short_windows(backend, window, max_pairs, monkeypatch):
-    """Several groups of blocks, whose keys are made ready in several steps."""
-    monkeypatch.setattr(softmax, "MAX_PAIRS", max_pairs)
-    monkeypatch.setattr(softmax, "MAX_TOKENS", 128)
-    query, key, value = np.random.default_rng(12).standard_normal((3, 2, 450, 6))
-    key_mask = np.random.default_rng(13).random(450) < 0.9
-    with linattn.config() if backend else linattn.without_backends():
-        out = linattn.softmax_attention(
-            query, key, value, local_window_size=window, key_mask=key_mask
-        )
-    expected = softmax_attention(
-        query, key, value, key_mask=key_mask, visible=in_window(450, window)
-    )
-    assert_allclose(out, expected, rtol=1e-11, atol=1e-12)
 
 
 @given(data=st.data())
@@ -231,65 +131,6 @@ def test_what_a_query_does_not_see_does_not_reach_it(backend, options):
     assert_array_equal(np.isinf(holes[95:106, 1]), np.abs(np.arange(-5, 6)) != 3)
 
 
-@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"is_causal": True},
-        {"local_window_size": (40, 3)},
-        {"is_causal": True, "local_window_size": 100, "window_bias": np.linspace(-2, 2, 9)},
-        {"window_bias": np.linspace(-1, 1, 3), "far_bias": (-2.0, np.array([0.5, -0.5]))},
-    ],
-)
-def test_gradients_are_finite_differences(backend, options):
-    """Along a random direction in each argument, biases of keys among them."""
-    rng = np.random.default_rng(6)
-    query, grad = rng.standard_normal((2, 3, 2, 150, 5))
-    key_mask = rng.random(150) < 0.9
-    arguments = [query, *rng.standard_normal((2, 2, 150, 5)), rng.standard_normal((2, 150))]
-
-    def attend(query, key, value, key_bias, vjp=linattn.softmax_attention):
-        return vjp(query, key, value, key_bias=key_bias, key_mask=key_mask, **options)
-
-    with linattn.config() if backend else linattn.without_backends():
-        output, pullback = attend(*arguments, vjp=linattn.softmax_attention_vjp)
-        assert_allclose(output, attend(*arguments), rtol=1e-13)
-        gradients = pullback(grad)
-    for i, gradient in enumerate(gradients):
-        assert gradient.shape == arguments[i].shape
-        direction = 1e-5 * rng.standard_normal(arguments[i].shape)
-        sides = [
-            attend(*(x + sign * direction if i == k else x for k, x in enumerate(arguments)))
-            for sign in (1, -1)
-        ]
-        expected = np.sum(grad * (sides[0] - sides[1]) / 2)
-        assert_allclose(np.sum(gradient * direction), expected, rtol=1e-6)
-    assert_array_equal(gradients[3][:, ~key_mask], 0)
-
-
-@pytest.mark.frameworks
-def test_gradients_are_those_of_jax():
-    jax = pytest.importorskip("jax")
-    jnp = jax.numpy
-    query, key, value, grad = np.random.default_rng(7).standard_normal((4, 60, 5))
-    bias = np.random.default_rng(8).standard_normal(60)
-    seen = in_window(60, (20, 5))
-
-    def loss(query, key, value, bias):
-        logits = query @ key.T / 5**0.5 + bias
-        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
-        return jnp.sum(weights @ value * grad)
-
-    _, pullback = linattn.softmax_attention_vjp(
-        query, key, value, key_bias=bias, local_window_size=(20, 5)
-    )
-    with jax.enable_x64(True):
-        expected = jax.grad(loss, argnums=(0, 1, 2, 3))(query, key, value, bias)
-    for mine, theirs in zip(pullback(grad), expected, strict=True):
-        assert_allclose(mine, theirs, rtol=1e-9, atol=1e-11)
-
-
 # Biases of the field ----------------------------------------------------------------------------
 
 
@@ -355,41 +196,6 @@ def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch
     doubles = [x.astype(np.float64) for x in (query, key, value)]
     expected = softmax_attention(*doubles, visible=in_window(300, window))
     assert_allclose(out / np.float64(size), expected / size, rtol=0, atol=2e-5)
-
-
-def test_blocks_further_than_the_bias_have_that_of_their_side(monkeypatch):
-    read_in_runs(monkeypatch, 2**10)  # a block of keys at a time
-    query, key, value = np.random.default_rng(11).standard_normal((3, 300, 6))
-    near, far = np.linspace(-1, 1, 11), (-2.0, 1.5)
-    out = linattn.softmax_attention(query, key, value, window_bias=near, far_bias=far)
-    bias = dense_window_bias(300, near, far)
-    assert_allclose(out, softmax_attention(query, key, value, bias=bias), rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
-def test_a_sequence_of_no_tokens_takes_nothing(backend):
-    arrays, cotangent = np.random.default_rng(6).standard_normal((3, 2, 9, 4)), np.ones((2, 9, 4))
-    results = []
-    for borders in ([0, 5, 9], [0, 0, 5, 5, 9, 9]):
-        options = {"local_window_size": 2, "cu_seqlens": borders}
-        with linattn.config() if backend else linattn.without_backends():
-            out, pullback = linattn.softmax_attention_vjp(*arrays, **options)
-            assert_array_equal(linattn.softmax_attention(*arrays, **options), out)
-            results.append([out, *pullback(cotangent)])
-    for expected, got in zip(*results, strict=True):
-        assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_a_later_token_moves_no_earlier_row():
-    query, key, value = np.random.default_rng(5).standard_normal((3, 100, 4))
-    changed = key.copy()
-    changed[60] = 50.0
-    outs = [
-        linattn.softmax_attention(query, x, value, is_causal=True, local_window_size=20)
-        for x in (key, changed)
-    ]
-    moved = np.any(outs[0] != outs[1], axis=-1)
-    assert_array_equal(np.flatnonzero(moved), np.arange(60, 81))
 
 
 def test_memory_does_not_grow_with_length_or_window():

@@ -92,6 +92,8 @@ def test_elu_of_rows_whose_features_are_far_apart(xp, size, backends):
     query, key = -size * abs(query), np.where(rng.random(key.shape) < 0.1, 1, -size) * abs(key)
     arrays = [x.astype(np.float32) for x in (query, key, value)]
     given = [xp.array(x, "float32") for x in arrays]
+    if xp.name == "dask" and not (backends and size == 300):
+        pytest.skip("dask: one graph says what all do")
     with nullcontext() if backends else linattn.without_backends():
         output, pull = linear_vjp(*given, EluFeatures(), is_causal=True, chunk_size=16)
         grads = pull(xp.array(np.ones_like(value), "float32"))

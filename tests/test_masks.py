@@ -27,16 +27,6 @@ from tests.attentions import (
 )
 from tests.entries import CPU, DEVICE1, on_device, saying, word
 
-
-@some_attentions
-def test_all_keys_masked(xp, attend):
-    query, key, value = in_library(xp, tokens())
-    mask = xp.array(np.zeros(LENGTH, dtype=bool))
-    out = attend(query, key, value, key_mask=mask, chunk_size=CHUNK)
-    xp.assert_like(out, value)
-    np.testing.assert_array_equal(xp.numpy(out), 0)
-
-
 DECAY = -0.3
 PADDING = {
     "right": np.array([True] * 4 + [False] * 2),
@@ -64,17 +54,6 @@ def dense_state(xp, state):
     return xp.numpy(state.kvz) * np.exp(xp.numpy(state.log_scale))[..., None]
 
 
-@pytest.mark.parametrize("side", PADDING)
-def test_positions_behind_a_mask_decay(xp, side):
-    short, long, mask = padded(xp, side)
-    out, state = decayed(long, key_mask=xp.array(mask), log_decay=DECAY)
-    wanted, seen = decayed(short, log_decay=DECAY)
-    np.testing.assert_allclose(xp.numpy(out)[..., mask, :], xp.numpy(wanted), rtol=2e-5, atol=1e-6)
-    after = LENGTH - 1 - np.flatnonzero(mask)[-1]
-    want = dense_state(xp, seen) * np.exp(after * DECAY)
-    np.testing.assert_allclose(dense_state(xp, state), want, rtol=1e-5, atol=2e-6)
-
-
 @pytest.mark.parametrize(
     ("side", "through"),
     [("right", "lengths"), *itertools.product(PADDING, ["mask", "update_state"])],
@@ -99,16 +78,6 @@ def test_no_decay_behind_a_mask_is_the_sequence_without_padding(xp, side, throug
         rtol, atol = (0.0, 0.0) if exact else (2e-6, 1e-6)
         found = xp.numpy(out)[..., mask, :]
         np.testing.assert_allclose(found, xp.numpy(wanted), rtol=rtol, atol=atol)
-    np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
-
-
-def test_no_decay_behind_a_mask_of_packed_sequences(xp):
-    short, long, mask = padded(xp, "both")
-    decay = xp.array(np.where(mask, DECAY, 0)[None])
-    options = {"key_mask": xp.array(mask), "log_decay": decay, "cu_seqlens": [0, 3, 6]}
-    out, state = decayed(long, **options)
-    wanted, seen = decayed(short, log_decay=DECAY, cu_seqlens=[0, 2, 4])
-    np.testing.assert_allclose(xp.numpy(out)[..., mask, :], xp.numpy(wanted), rtol=2e-6, atol=1e-6)
     np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
 
 
@@ -140,25 +109,6 @@ def test_recurrences_pass_over_padding_of_zeros(xp, side, update_rule):
     np.testing.assert_allclose(xp.numpy(state), xp.numpy(seen), atol=1e-14)
 
 
-@every_attention
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_all_keys_masked_in_every_dtype(attend, dtype):
-    query, key, value = tokens(dtype=dtype)
-    out = attend(query, key, value, key_mask=np.zeros(LENGTH, dtype=bool))
-    assert out.dtype == dtype
-    np.testing.assert_array_equal(out, 0)
-
-
-@every_attention
-def test_first_keys_masked(attend):
-    query, key, value = tokens()
-    mask = np.arange(LENGTH) >= 2
-    out = attend(query, key, value, key_mask=mask)
-    attend.check(out, query, key, value, tolerance=1e-5, key_mask=mask)
-    if attend.is_causal:
-        np.testing.assert_array_equal(out[:, :2], 0)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
     """Beside it, the logits of all others are so small that their exponentials are 0."""
@@ -171,34 +121,6 @@ def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
     means = np.cumsum(mask[:, None] * value, axis=-2) / np.cumsum(mask)[:, None]
     want = means if is_causal else np.broadcast_to(means[:, -1:], means.shape)
     np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-12)
-
-
-@every_map
-def test_log_normalizer_of_nothing_is_minus_infinity(feature_map):
-    query, key, value = tokens()
-    mask = np.zeros(LENGTH, dtype=bool)
-    for is_causal in (False, True):
-        _, norm = linattn.linear_attention(
-            query,
-            key,
-            value,
-            feature_map,
-            is_causal=is_causal,
-            key_mask=mask,
-            return_log_normalizer=True,
-        )
-        np.testing.assert_array_equal(norm, -np.inf)
-
-
-@some_attentions
-def test_one_sequence_of_a_batch_has_length_zero(xp, attend):
-    query, key, value = in_library(xp, tokens())
-    lengths = np.array([0, LENGTH])
-    mask = xp.array(np.arange(LENGTH) < lengths[:, None])
-    out = xp.numpy(attend(query, key, value, key_mask=mask, chunk_size=CHUNK))
-    np.testing.assert_array_equal(out[0], 0)
-    alone = xp.numpy(attend(query, key, value, chunk_size=CHUNK))
-    np.testing.assert_allclose(out[1], alone[1], rtol=1e-5, atol=1e-6)
 
 
 @every_map
@@ -225,14 +147,6 @@ def poisoned_where(mask, bad, *arrays):
     return [np.where(mask[..., None], array, array.dtype.type(bad)) for array in arrays]
 
 
-@some_attentions
-def test_masked_keys_and_values_do_not_leak(xp, attend):
-    query, key, value = tokens()
-    arrays = in_library(xp, (query, *poisoned_where(MASK, np.nan, key, value)))
-    out = xp.numpy(attend(*arrays, key_mask=xp.array(MASK), chunk_size=CHUNK))
-    attend.check(out, query, key, value, tolerance=1e-5, key_mask=MASK)
-
-
 @every_attention
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_masked_keys_and_values_leave_no_bit(attend, bad):
@@ -241,23 +155,6 @@ def test_masked_keys_and_values_leave_no_bit(attend, bad):
     out = attend(query, *poisoned_where(MASK, bad, key, value), key_mask=MASK)
     np.testing.assert_array_equal(out, clean)
     attend.check(out, query, key, value, tolerance=1e-5, key_mask=MASK)
-
-
-@every_map
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_masked_keys_and_values_do_not_leak_into_states(feature_map, bad):
-    query, key, value = tokens()
-    mask = np.arange(LENGTH) % 2 == 0
-    key[:, ~mask] = bad
-    value[:, ~mask] = bad
-    empty = state_of(feature_map, like=key, batch_shape=(HEADS,))
-    state = linattn.update_state(empty, key, value, feature_map, key_mask=mask)
-    clean = linattn.update_state(empty, key[:, mask], value[:, mask], feature_map)
-    np.testing.assert_allclose(state.kvz, clean.kvz, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(state.log_scale, clean.log_scale)
-    read = linattn.read_state(query, state, feature_map)
-    clean_read = linattn.read_state(query, clean, feature_map)
-    np.testing.assert_allclose(read, clean_read, rtol=1e-4, atol=1e-5)
 
 
 BAD_MASKS = {

@@ -113,30 +113,6 @@ def test_bad_live_key(xp, attend, bad):
     attend.check(out, query, key, value, tolerance=1e-5, rows=slice(first))
 
 
-@every_attention
-@pytest.mark.parametrize("position", [0, 100, 130, 255, 256, 299])
-def test_nan_in_a_live_key_of_a_long_sequence(attend, position):
-    query, key, value = tokens(lead=(2,), length=300)
-    key[0, position, 1] = np.nan
-    out = attend(query, key, value)
-    first = position if attend.is_causal else 0
-    assert_array_equal(out[0, first:], np.nan)
-    assert_array_equal(np.isfinite(out[0, :first]), True)
-    assert_array_equal(np.isfinite(out[1]), True)
-
-
-@every_attention
-def test_nan_in_a_live_value(attend):
-    query, key, value = tokens(length=140)
-    poisoned = value.copy()
-    poisoned[1, 133, 2] = np.nan
-    out = attend(query, key, poisoned)
-    first = 133 if attend.is_causal else 0
-    assert_array_equal(out[1, first:, 2], np.nan)
-    out[1, first:] = attend(query, key, value)[1, first:]
-    attend.check(out, query, key, value, tolerance=1e-5)
-
-
 @every_map
 @pytest.mark.parametrize("chunk_size", [64, None])
 def test_nan_in_one_coordinate_of_a_state_leaves_the_others_causal(feature_map, chunk_size):

@@ -217,52 +217,6 @@ def test_threads_shorten_no_block_that_they_do_not_share(monkeypatch):
     assert full.segments == 8
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_grouped_queries_share_the_state(is_causal):
-    rng = np.random.default_rng(3)
-    query = rng.standard_normal((2, 3, 4, 70, D))
-    key, value = rng.standard_normal((2, 2, 3, 1, 70, D))
-    phi = PositiveFeatures(D, 24, rng=0)
-    out, state = linattn.linear_attention(
-        query, key, value, phi, is_causal=is_causal, return_state=True
-    )
-    assert state.kvz.shape == (2, 3, 1, 24, D + 1)
-    want = linattn.reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
-    agree(out, want)
-
-
-@pytest.mark.parametrize("name", ["positive", "weighted", "elu"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_values_of_several_heads_share_their_keys(name, is_causal):
-    rng = np.random.default_rng(4)
-    query, key = rng.standard_normal((2, 70, D))
-    value = rng.standard_normal((2, 3, 70, 5))
-    for factor in (1, 300):
-        options = dict(is_causal=is_causal, return_state=True)
-        out, state = linattn.linear_attention(query, factor * key, value, MAPS[name], **options)
-        with linattn.without_backends():
-            want, _ = linattn.linear_attention(query, factor * key, value, MAPS[name], **options)
-        assert state.kvz.shape[:2] == state.log_scale.shape[:2] == (2, 3)
-        agree(out, want)
-
-
-@pytest.mark.parametrize("scale", [0.1, 1.0, 2.0, 3.0, 4.0, 6.0, 9.0])
-def test_exponents_of_all_sizes(scale, calls):
-    query, key, value = inputs(1100, scale)
-    phi = PositiveFeatures(D, 48, rng=0)
-    with linattn.without_backends():
-        want = linattn.linear_attention(query, key, value, phi, is_causal=True)
-    size = max(np.abs(x @ phi.projection.T * D**-0.25).max() for x in (query, key))
-    for dtype, tolerance in ((np.float32, 1e-5), (np.float64, 1e-13)):
-        q, k, v = (x.astype(dtype) for x in (query, key, value))
-        out = linattn.linear_attention(q, k, v, phi, is_causal=True)
-        # Logs are rounded by what they are large.
-        np.testing.assert_allclose(out, want, rtol=0, atol=tolerance * max(1.0, size))
-    if scale <= 1.0:
-        # A block of all heads for each dtype.
-        assert calls == {"unshifted": 2, "stabilized": 0, "generic": 0}
-
-
 @pytest.mark.parametrize("dim", [2, 8])
 def test_what_underflows_unseen_is_noticed(dim):
     """First rows see distant keys only, of small weights, against which their queries point."""
@@ -843,10 +797,10 @@ def workspace(phi, heads, length, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_workspace_is_small_and_does_not_grow(phi, is_causal):
     workspace(phi, 1, 64, is_causal)  # what is imported at the first call
-    short, long = (workspace(phi, 2, length, is_causal) for length in (16384, 65536))
+    short, long = (workspace(phi, 2, length, is_causal) for length in (8192, 32768))
     assert max(short, long) <= 8 * 2**20
     assert long - short < 2**20
-    for heads, length in ((1, 16384), (8, 4096), (8, 2048), (8, 1024), (16, 512), (64, 100)):
+    for heads, length in ((8, 2048), (16, 512), (64, 100)):
         assert workspace(phi, heads, length, is_causal) <= 8 * 2**20
 
 

@@ -139,23 +139,6 @@ def test_pointwise_branches_equal_the_generic_code(name, is_causal, calls):
     assert calls["generic"] == 0 < calls["unshifted"]
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 300])
-def test_lengths_and_masks(is_causal, length):
-    mask = np.random.default_rng(1).random((3, length)) > 0.4
-    for feature_map in (EXPONENTIAL["weighted"], POINTWISE["elu"]):
-        both(inputs(length), feature_map, is_causal=is_causal, key_mask=mask)
-
-
-@pytest.mark.parametrize("scale", [1.0, 60.0])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_grouped_queries_share_an_adjoint(is_causal, scale, calls):
-    arrays = inputs(70, scale, heads=(2, 3, 2))
-    arrays[1], arrays[2] = arrays[1][:, :, :1], arrays[2][:, :, :1]
-    both(arrays, EXPONENTIAL["hyperbolic"], 1e-10, is_causal=is_causal)
-    assert calls["generic"] == 0
-
-
 def test_a_state_on_far_scales_is_taken_along():
     query, key, value = inputs(40)
     phi = EXPONENTIAL["positive"]
@@ -292,24 +275,6 @@ def test_rising_keys_change_the_scale_of_the_adjoint(at_once):
     key = key * np.linspace(6, 0.1, 300)[:, None]
     both((query, key, value), EXPONENTIAL["positive"], 1e-10, is_causal=True, chunk_size=64)
     assert True in at_once
-
-
-def test_masked_keys_and_a_state_before_blocks_at_once(at_once):
-    feature_map = EXPONENTIAL["positive"]
-    query, key, value = inputs(300)
-    before = linattn.update_state(
-        linattn.init_state(feature_map, D, batch_shape=(3,), like=key), key, value, feature_map
-    )
-    mask = np.random.default_rng(2).random(300) < 0.5
-    options: dict[str, Any] = {"key_mask": mask, "initial_state": before, "chunk_size": 64}
-    both((query, key, value), feature_map, is_causal=True, **options)
-    assert set(at_once) == {True}
-
-
-def test_shared_keys_are_done_at_once(at_once):
-    query, key, value = inputs(100, heads=(2, 3))
-    both((query, key[:, :1], value[:, :1]), EXPONENTIAL["positive"], is_causal=True)
-    assert set(at_once) == {True}
 
 
 @pytest.mark.parametrize("most", [32, 4, 3, 2])

@@ -1,13 +1,10 @@
 """Packed sequences as they lie: which go so, that they are right, and what is declined."""
 
 import itertools
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import linattn
@@ -20,7 +17,6 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Features, Opaque, Tokens
-from linattn_numpy import tuning
 
 D = 8
 MAPS = {
@@ -64,58 +60,6 @@ def test_against_the_dense_formula(name, is_causal, dtype):
     assert_allclose(out, want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
 
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 2, 31, 32, 33, 64, 90]), min_size=1, max_size=9),
-    more=st.integers(0, 100),
-    name=st.sampled_from(list(MAPS)),
-    is_causal=st.booleans(),
-    threads=st.sampled_from([1, 2]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=15)
-def test_of_any_lengths_as_without_a_backend(lengths, more, name, is_causal, threads, seed):
-    rng = np.random.default_rng(seed)
-    borders = np.cumsum([0, *rng.permutation([*lengths, more])])
-    arrays = inputs(borders[-1], lead=(3,), scale=0.5)
-    with linattn.config(num_threads=threads), small_tiles(rng.integers(2)):
-        out = attend(arrays, name, borders, is_causal=is_causal)
-    with linattn.without_backends():
-        want = attend(arrays, name, borders, is_causal=is_causal)
-    assert_allclose(out, want, rtol=1e-11, atol=1e-11)
-
-
-@contextmanager
-def small_tiles(are_small):
-    """Let a sequence be longer than a tile, and several blocks be of one length."""
-    with pytest.MonkeyPatch.context() as patch:
-        if are_small:
-            patch.setattr(tuning, "TILE_ELEMENTS", 4096)
-            patch.setattr(tuning, "CAUSAL_TILE_ELEMENTS", 4096)
-            patch.setattr(tuning, "PACKED_BLOCK_ROWS", 300)
-            patch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
-        yield
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_with_biases_masks_and_shared_heads(is_causal):
-    rng = np.random.default_rng(0)
-    query, key, value = inputs(BORDERS[-1])
-    key, bias = key[:, :1], rng.standard_normal((2, 1, BORDERS[-1]))
-    bias[..., BORDERS[3] : BORDERS[3] + 20] = -np.inf
-    options: dict[str, Any] = {
-        "key_bias": bias,
-        "is_causal": is_causal,
-        "return_log_normalizer": True,
-    }
-    for normalize in (True, False):
-        options["normalize"] = normalize
-        out, norm = attend((query, key, value), "positive", **options)
-        with linattn.without_backends():
-            want, want_norm = attend((query, key, value), "positive", **options)
-        assert_allclose(out, want, rtol=1e-11, atol=1e-11)
-        assert_allclose(norm, want_norm, rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("what", ["far", "jump", "nan", "faint", "low"])
 def test_what_is_declined_is_done_otherwise(what, is_causal, monkeypatch):
@@ -153,20 +97,6 @@ def test_what_is_declined_is_done_otherwise(what, is_causal, monkeypatch):
     bound = 3e-3 if what in ("far", "jump") else 3e-5
     top = np.abs(want[..., others, :]).max()
     assert_allclose(out[..., others, :] / top, want[..., others, :] / top, atol=bound)
-
-
-def test_states_chunks_and_decay_go_by_batches():
-    arrays, borders = inputs(60), [0, 20, 45, 60]
-    cases: list[dict[str, Any]] = [
-        {"return_state": True},
-        {"chunk_size": 8},
-        {"is_causal": True, "log_decay": -0.1},
-        {"exact_window": 4},
-    ]
-    for options in cases:
-        with linattn.explain() as report:
-            attend(arrays, "positive", borders, **options)
-        assert not report.ran("sequences_block")
 
 
 class PerHead:

@@ -13,13 +13,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import State
-from linattn.feature_maps import EluFeatures, HedgehogFeatures
+from linattn.feature_maps import EluFeatures
 from tests.entries import saying
 
 DIM, VALUE_DIM, LENGTH = 4, 3, 7
 PHI = EluFeatures()
-HEADS = HedgehogFeatures(np.random.default_rng(8).standard_normal((2, DIM, DIM)))
-BORDERS = {"two": [0, 1, 7], "three, one empty": [0, 3, 3, 7], "one": [0, 7], "even": [0, 3, 6, 7]}
 
 LEADS: dict[str, tuple[tuple[int, ...], ...]] = {
     "value has heads": ((), (), (2,)),
@@ -36,16 +34,6 @@ def tokens(leads, seed=0, length=LENGTH):
     rng = np.random.default_rng(seed)
     dims = (DIM, DIM, VALUE_DIM)
     return [rng.standard_normal((*a, length, d)) for a, d in zip(leads, dims, strict=True)]
-
-
-def decay_of(kind, lead):
-    rng = np.random.default_rng(5)
-    return {
-        "a number": -0.5,
-        "()": np.array(-0.5),
-        "each head": -rng.random(lead) if lead else np.array(-0.3),
-        "each token": -rng.random((*lead, LENGTH)),
-    }[kind]
 
 
 def rows_of(arrays, decay, rows):
@@ -65,138 +53,9 @@ def one_by_one(arrays, phi, decay, borders, states=None, attend=linattn.linear_a
     return results
 
 
-def assert_states(packed, states):
-    """Each entry of a packed state is the state of its sequence."""
-    assert packed.num_sequences == len(states) == packed.kvz.shape[0]
-    for i, wanted in enumerate(states):
-        assert packed.kvz[i].shape == wanted.kvz.shape
-        sums = [s.kvz * np.exp(s.log_scale)[..., None] for s in (at(packed, i), wanted)]
-        assert_allclose(*sums, atol=1e-12)
-        assert_allclose(packed.log_decay[i], wanted.log_decay, atol=1e-12)
-
-
 def at(state, i):
     decay = None if state.log_decay is None else state.log_decay[i]
     return State(state.kvz[i], state.log_scale[i], state.length, None, decay)
-
-
-every_lead = pytest.mark.parametrize("lead", LEADS)
-every_kind = pytest.mark.parametrize("kind", ["a number", "()", "each head", "each token"])
-every_border = pytest.mark.parametrize("borders", BORDERS.values(), ids=BORDERS)
-
-
-@pytest.mark.parametrize("return_state", [False, True])
-@pytest.mark.parametrize("is_causal", [False, True])
-@every_lead
-@every_border
-def test_sequences_go_on_from_their_states(numpy_path, borders, lead, is_causal, return_state):
-    arrays, before = tokens(LEADS[lead]), tokens(LEADS[lead], seed=1)
-    call: dict[str, Any] = {"is_causal": is_causal}
-    _, first = linattn.linear_attention(*before, PHI, cu_seqlens=borders, return_state=True)
-    given = {"cu_seqlens": borders, "initial_state": first, "return_state": return_state}
-    found = linattn.linear_attention(*arrays, PHI, **call, **given)
-    wanted = [
-        linattn.linear_attention(
-            *rows_of(arrays, None, slice(*ends))[0], PHI, **call, initial_state=at(first, i)
-        )
-        for i, ends in enumerate(pairwise(borders))
-    ]
-    output = found[0] if return_state else found
-    assert_allclose(output, np.concatenate(wanted, axis=-2), atol=1e-12)
-
-
-@every_border
-@every_kind
-@every_lead
-def test_log_decay_is_that_of_each_sequence(numpy_path, lead, kind, borders):
-    """Also after a second call and a merge, of states with axes that the keys lack."""
-    arrays, decay = tokens(LEADS[lead]), decay_of(kind, LEADS[lead][1])
-    attend: dict[str, Any] = {"is_causal": True, "log_decay": decay, "return_state": True}
-    _, first = linattn.linear_attention(*arrays, PHI, **attend, cu_seqlens=borders)
-    firsts = [state for _, state in one_by_one(arrays, PHI, decay, borders)]
-    assert_states(first, firsts)
-    output, second = linattn.linear_attention(
-        *arrays, PHI, **attend, cu_seqlens=borders, initial_state=first
-    )
-    seconds = one_by_one(arrays, PHI, decay, borders, firsts)
-    assert_allclose(output, np.concatenate([out for out, _ in seconds], axis=-2), atol=1e-12)
-    assert_states(second, [state for _, state in seconds])
-    merged = [linattn.merge_states(a, b) for a, (_, b) in zip(firsts, seconds, strict=True)]
-    assert_states(linattn.merge_states(first, second), merged)
-
-
-@every_kind
-@pytest.mark.parametrize("which", ["map", "initial state"])
-def test_log_decay_where_only_the_map_or_the_state_has_heads(numpy_path, which, kind):
-    borders = [0, 2, 2, 7]
-    arrays, decay = tokens(LEADS["nothing"]), decay_of(kind, ())
-    phi, states, before = (HEADS if which == "map" else PHI), None, None
-    if which == "initial state":
-        earlier = tokens(LEADS["value has heads"], 3)
-        before = linattn.linear_attention(
-            *earlier, PHI, cu_seqlens=borders, log_decay=-0.25, return_state=True
-        )[1]
-        states = [at(before, i) for i in range(3)]
-    _, state = linattn.linear_attention(
-        *arrays,
-        phi,
-        is_causal=True,
-        log_decay=decay,
-        cu_seqlens=borders,
-        initial_state=before,
-        return_state=True,
-    )
-    assert_states(state, [one for _, one in one_by_one(arrays, phi, decay, borders, states)])
-
-
-@every_kind
-@every_lead
-def test_gradients_are_those_of_each_sequence(numpy_path, lead, kind):
-    borders = [0, 3, 3, 7]
-    arrays, decay = tokens(LEADS[lead]), decay_of(kind, LEADS[lead][1])
-    attend: dict[str, Any] = {"is_causal": True, "log_decay": decay, "return_state": True}
-    _, before = linattn.linear_attention(*arrays, PHI, **attend, cu_seqlens=borders)
-    befores = [state for _, state in one_by_one(arrays, PHI, decay, borders)]
-    (output, after), pullback = linattn.linear_attention_vjp(
-        *arrays, PHI, **attend, cu_seqlens=borders, initial_state=before
-    )
-    rng = np.random.default_rng(7)
-    grads = rng.standard_normal(output.shape), rng.standard_normal(after.kvz.shape)
-    whole = pullback(*grads)
-    results = one_by_one(arrays, PHI, decay, borders, befores, linattn.linear_attention_vjp)
-    assert_states(after, [state for (_, state), _ in results])
-    total = np.zeros(np.shape(decay))
-    for i, ((first, stop), (_, pull)) in enumerate(zip(pairwise(borders), results, strict=True)):
-        one = pull(grads[0][..., first:stop, :], grads[1][i])
-        for gradient, wanted in zip(whole[:3], one[:3], strict=True):
-            assert_allclose(gradient[..., first:stop, :], wanted, atol=1e-12)
-        assert_allclose(whole[3][i], one[3], atol=1e-12)
-        if kind == "each token":
-            total[..., first:stop] = one[4]
-        else:
-            total = total + one[4]
-    assert_allclose(whole[4], total, atol=1e-12)
-
-
-@every_kind
-def test_log_decay_in_every_library(xp, kind):
-    borders, host = [0, 1, 7], tokens(LEADS["query and value have heads"])
-    decay = decay_of(kind, ())
-    given = decay if isinstance(decay, float) else xp.array(decay)
-    arrays = [xp.array(a) for a in host]
-    _, first = linattn.linear_attention(
-        *arrays, PHI, log_decay=given, is_causal=True, cu_seqlens=borders, return_state=True
-    )
-    wanted = [state for _, state in one_by_one(host, PHI, decay, borders)]
-    assert_allclose(xp.numpy(first.log_decay), np.stack([s.log_decay for s in wanted]), rtol=1e-6)
-    merged = linattn.merge_states(first, first)
-    for i, one in enumerate(wanted):
-        one = linattn.merge_states(one, one)
-        log_scale, kvz = xp.numpy(merged.log_scale)[i], xp.numpy(merged.kvz)[i]
-        assert_allclose(
-            kvz * np.exp(log_scale)[..., None], one.kvz * np.exp(one.log_scale)[..., None]
-        )
-        assert_allclose(xp.numpy(merged.log_decay)[i], one.log_decay)
 
 
 def test_merged_decays_have_the_axes_of_the_merged_state(numpy_path):
@@ -253,9 +112,6 @@ def calls_of(leads, **options):
     }
 
 
-CALLS = [*calls_of(LEADS["nothing"])]
-
-
 def test_a_state_carries_its_number_of_sequences():
     assert unpacked_state().num_sequences == 0
     assert packed_state(3).num_sequences == 3
@@ -293,17 +149,6 @@ def test_an_unpacked_state_is_not_one_of_each_sequence(name, made):
         call(made)
     call(made._replace(num_sequences=2))
     call(State(made.kvz, made.log_scale, made.length))
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("leads", ["all have heads", "nothing", "batch, key of one head"])
-def test_a_packed_state_adds_no_axis(name, leads):
-    state = packed_state(2, leads)
-    call = calls_of(LEADS[leads])[name]
-    with pytest.raises(ValueError, match=saying("state of 2 packed sequences", "cu_seqlens")):
-        call(state)
-    call(State(state.kvz[0], state.log_scale[0], state.length))
-    call(state._replace(kvz=state.kvz[0], log_scale=state.log_scale[0], log_decay=None))
 
 
 @pytest.mark.parametrize("leads", ["all have heads", "nothing"])
@@ -463,18 +308,3 @@ def test_a_packed_state_has_the_length_of_the_longest(borders):
             query, key, value, phi, cu_seqlens=borders, return_state=True, **given
         )[1]
         assert state.length == 10 + (before or 0)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_masks_reach_sequences_that_are_filled_up(is_causal):
-    arrays, borders = np.random.default_rng(0).standard_normal((3, 12, 4)), [0, 5, 9, 12]
-    mask, phi = np.random.default_rng(1).random(12) < 0.6, EluFeatures(4)
-    options: Any = {"is_causal": is_causal, "return_state": True}
-    out, state = linattn.linear_attention(
-        *arrays, phi, key_mask=mask, cu_seqlens=borders, **options
-    )
-    for number, rows in enumerate(map(slice, borders, borders[1:])):
-        alone = (x[rows] for x in arrays)
-        wanted, after = linattn.linear_attention(*alone, phi, key_mask=mask[rows], **options)
-        np.testing.assert_allclose(out[rows], wanted, rtol=1e-12)
-        np.testing.assert_allclose(state.kvz[number], after.kvz, rtol=1e-12)

@@ -153,41 +153,6 @@ def test_attention_is_the_formula(name, dtype, masked, is_causal):
         check(out, expected, dtype)
 
 
-@full_and_causal
-def test_attention_in_every_library(xp, is_causal):
-    query, key, value, mask = inputs(1)
-    expected = quadratic("taylor-2", query, key, value, visible_pairs(mask, is_causal=is_causal))
-    q, k, v = (xp.array(a, "float32") for a in (query, key, value))
-    out = linattn.linear_attention(
-        q, k, v, KERNELS["taylor-2"][0], is_causal=is_causal, key_mask=xp.array(mask)
-    )
-    xp.assert_like(out, v)
-    check(xp.numpy(out), expected, "float32")
-
-
-@pytest.mark.parametrize("name", ["taylor-2", "cubic"])
-def test_streams_and_steps_are_the_whole(name):
-    phi = KERNELS[name][0]
-    query, key, value, mask = inputs(2, size=0.5)
-    full, causal = (
-        quadratic(name, query, key, value, visible_pairs(np.ones_like(mask), is_causal=is_causal))
-        for is_causal in (False, True)
-    )
-    halves = [tuple(a[:, rows] for a in (query, key, value)) for rows in (np.s_[:6], np.s_[6:])]
-    first, state = attend(halves[0], phi, is_causal=True, return_state=True)
-    second, state = attend(halves[1], phi, is_causal=True, initial_state=state, return_state=True)
-    check(np.concatenate([first, second], axis=-2), causal, "float64")
-    check(linattn.read_state(query, state, phi), full, "float64")
-
-    empty = linattn.init_state(phi, VALUE_DIM, batch_shape=(2,), like=query)
-    states = [linattn.update_state(empty, k, v, phi) for _, k, v in halves]
-    check(linattn.read_state(query, linattn.merge_states(*states), phi), full, "float64")
-
-    decoder = linattn.Decoder(phi, empty)
-    tokens = (tuple(a[:, i] for a in (query, key, value)) for i in range(LENGTH))
-    check(np.stack([decoder.step(*token) for token in tokens], axis=-2), causal, "float64")
-
-
 @pytest.mark.parametrize("order", [2, 4, 6])
 def test_even_orders_are_positive_although_features_are_signed(order):
     phi = TaylorFeatures(1, order, scale=1.0)

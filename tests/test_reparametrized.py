@@ -66,45 +66,6 @@ def test_the_kernel_is_softmax_whatever_the_coordinates(name):
     assert np.abs(deviation).max() < 6
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("backends", [True, False])
-def test_attention_equals_the_oracle(feature_map, is_causal, masked, backends):
-    if is_causal and not feature_map.causal:
-        pytest.skip("fitted to the sequence: refused for causal use")
-    mask = np.random.default_rng(1).random((HEADS, 40)) > 0.3 if masked else None
-    options = dict(is_causal=is_causal, key_mask=mask)
-    want = linattn.reference.kernel_attention(QUERY, KEY, VALUE, feature_map, **options)
-
-    def run(**more):
-        return linattn.linear_attention(QUERY, KEY, VALUE, feature_map, **options, **more)
-
-    if backends:
-        out, norm = run(return_log_normalizer=True, chunk_size=16)
-    else:
-        with linattn.without_backends():
-            out, norm = run(return_log_normalizer=True, chunk_size=16)
-    assert_allclose(out, want, atol=1e-11)
-    weights = feature_map.estimate(QUERY, KEY)
-    if mask is not None:
-        weights = weights * mask[:, None, :]
-    if is_causal:
-        weights = np.tril(weights)
-    with np.errstate(divide="ignore"):
-        assert_allclose(norm, np.log(weights.sum(axis=-1)), rtol=1e-10)
-
-
-def test_steps_equal_the_whole(feature_map):
-    if not feature_map.causal:
-        pytest.skip("fitted to the sequence: refused for causal use")
-    whole = linattn.linear_attention(QUERY, KEY, VALUE, feature_map, is_causal=True)
-    start = linattn.init_state(feature_map, 4, batch_shape=(HEADS,), like=KEY)
-    decoder = linattn.Decoder(feature_map, start)
-    for t in range(40):
-        out = decoder.step(QUERY[:, t], KEY[:, t], VALUE[:, t])
-        assert_allclose(out, whole[:, t], atol=1e-11)
-
-
 def test_centring_helps_where_queries_and_keys_are_off_centre():
     inside = PositiveFeatures(D, 512, rng=0)
     exact = linattn.softmax_attention(QUERY, KEY, VALUE)

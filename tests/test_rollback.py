@@ -20,9 +20,9 @@ MAPS = maps(4, 16, "positive", "hyperbolic", "elu", "trigonometric")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MAPS)
 def test_rollback_of_a_decoder(name, dtype):
-    """A thousand drafts and rejections leave the bits of never having drafted."""
+    """Hundreds of drafts and rejections leave the bits of never having drafted."""
     evidence = assert_rollback(
-        MAPS[name], num_drafts=1000 if name == "positive" else 100, dtype=dtype
+        MAPS[name], num_drafts=400 if name == "positive" else 100, dtype=dtype
     )
     assert "drafts taken back" in evidence.detail
 
@@ -37,7 +37,7 @@ def test_rollback_of_a_coreset():
         begin=lambda: linattn.CoresetAttention(4, block_size=8, rng=0),
         step=linattn.CoresetAttention.step,
         snapshot=copy.deepcopy,
-        num_drafts=1000,
+        num_drafts=200,
     )
 
 
@@ -52,7 +52,7 @@ def test_rollback_of_a_recurrence(rule):
         return output
 
     start = np.zeros((2, 4, 4))
-    num_drafts = 1000 if rule == "gated_delta" else 100
+    num_drafts = 300 if rule == "gated_delta" else 100
     assert_rollback(
         begin=lambda: [start], step=step, snapshot=list, num_drafts=num_drafts, dtype="float64"
     )
@@ -101,31 +101,6 @@ def test_a_stepper_without_copy_goes_on_from_its_state(monkeypatch):
 # States on the way --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("every", [1, 7, 25, 60])
-def test_states_on_the_way_are_those_of_prefixes(xp_any_shape, name, every):
-    xp, phi, rng = xp_any_shape, MAPS[name], np.random.default_rng(0)
-    query, key, value = (xp.array(x) for x in rng.standard_normal((3, 2, 50, 4)))
-    mask = xp.array(rng.random((2, 50)) < 0.8)
-    first = linattn.init_state(phi, 4, batch_shape=(2,), like=query)
-    options = {"is_causal": True, "key_mask": mask, "return_state": True, "initial_state": first}
-    output, last, states = linattn.linear_attention(
-        query, key, value, phi, **options, return_states_every=every
-    )
-    want, want_last = linattn.linear_attention(query, key, value, phi, **options)
-    np.testing.assert_allclose(xp.numpy(output), xp.numpy(want), rtol=1e-10, atol=1e-12)
-    assert len(states) == 50 // every
-    for i, state in enumerate([*states, last], 1):
-        stop = min(i * every, 50)
-        part = (x[:, :stop, :] for x in (query, key, value))
-        prefix = options | {"key_mask": mask[:, :stop]}
-        wanted = linattn.linear_attention(*part, phi, **prefix)[1]
-        assert (state.length, state.fingerprint) == (stop, wanted.fingerprint)
-        for got, expected in ((state.kv, wanted.kv), (state.z, wanted.z)):
-            np.testing.assert_allclose(xp.numpy(got), xp.numpy(expected), rtol=1e-10, atol=1e-12)
-    assert want_last.length == last.length
-
-
 def test_a_state_on_the_way_is_one_to_go_on_from():
     phi, rng = MAPS["positive"], np.random.default_rng(0)
     tokens = rng.standard_normal((3, 2, 50, 4)).astype(np.float32)
@@ -143,18 +118,6 @@ def test_a_state_on_the_way_is_one_to_go_on_from():
         *tokens[:, :, 32:], phi, is_causal=True, initial_state=states[1]
     )
     np.testing.assert_array_equal(again, rest)
-
-
-def test_states_on_the_way_have_their_decay():
-    tokens, phi = np.random.default_rng(0).standard_normal((3, 2, 50, 4)), MAPS["positive"]
-    log_decay = -np.linspace(0, 0.5, 100).reshape(2, 50)
-    options = {"is_causal": True, "log_decay": log_decay}
-    _, states = linattn.linear_attention(*tokens, phi, **options, return_states_every=20)
-    for state, stop in zip(states, (20, 40), strict=True):
-        options = {"is_causal": True, "log_decay": log_decay[:, :stop], "return_state": True}
-        wanted = linattn.linear_attention(*tokens[:, :, :stop], phi, **options)[1]
-        np.testing.assert_allclose(state.log_decay, wanted.log_decay, rtol=1e-12)
-        np.testing.assert_allclose(state.kv, wanted.kv, rtol=1e-10)
 
 
 def test_states_on_the_way_need_a_causal_walk():

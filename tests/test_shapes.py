@@ -15,13 +15,10 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from tests.attentions import (
-    CHUNK,
     DIM,
     Attention,
     every_attention,
     every_map,
-    in_library,
-    some_attentions,
     state_of,
     tokens,
 )
@@ -81,25 +78,6 @@ def test_truncated_block(make, num_features, is_causal):
     query, key, value = tokens(dim=5)
     attend = Attention("truncated", phi, is_causal)
     attend.check(attend(query, key, value), query, key, value, tolerance=1e-5)
-
-
-@some_attentions
-@pytest.mark.parametrize("chunk_size", [2, CHUNK])
-def test_any_chunk_equals_unchunked(xp, attend, chunk_size):
-    query, key, value = tokens()
-    mask = np.array([[True, False, True, True, False, True], [True] * 6])
-    out = attend(
-        *in_library(xp, (query, key, value)), key_mask=xp.array(mask), chunk_size=chunk_size
-    )
-    attend.check(xp.numpy(out), query, key, value, tolerance=1e-5, key_mask=mask)
-
-
-@every_attention
-def test_many_chunks(attend):
-    query, key, value = tokens(lead=(), length=67, dtype="float64")
-    for chunk_size in (1, 2, 5, 64, 66, 67, 68):
-        out = attend(query, key, value, chunk_size=chunk_size)
-        attend.check(out, query, key, value, tolerance=1e-12)
 
 
 @every_map

@@ -1,6 +1,5 @@
 """The first keys of a sequence stay exact, or visible, outside of a window."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import linattn
 from linattn.feature_maps import PositiveFeatures
 from tests import dense_oracle
-from tests.attentions import full_and_causal
 
 PHI = PositiveFeatures(4, 16, rng=0)
 dense: Any = dense_oracle.evaluate
@@ -51,24 +49,6 @@ def agrees(arrays: Any, phi: Any, options: dict[str, Any]) -> None:
         np.testing.assert_allclose(np.vdot(gradient, direction), want, rtol=1e-9, atol=1e-11)
 
 
-@full_and_causal
-@pytest.mark.parametrize(("phi", "options"), [(None, LOCAL), (PHI, WINDOW)])
-def test_sinks_are_those_of_the_dense_formula(xp, is_causal, phi, options):
-    arrays = tokens(24)
-    options = options | {"is_causal": is_causal}
-    maps: Any = [] if phi is None else [phi]
-    function: Any = linattn.softmax_attention if phi is None else linattn.linear_attention
-    out = function(*map(xp.array, arrays), *maps, **options)
-    want = dense_oracle.evaluate(arrays[0], arrays[1], arrays[2], phi, **options).output
-    np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-11, atol=1e-12)
-
-
-@full_and_causal
-@pytest.mark.parametrize(("phi", "options"), [(None, LOCAL), (PHI, WINDOW)])
-def test_gradients_through_sinks(is_causal, phi, options):
-    agrees(tokens(40), phi, options | {"is_causal": is_causal})
-
-
 @pytest.mark.parametrize(("length", "num_keys"), [(1, 9), (5, 70), (9, 4)])
 @pytest.mark.parametrize(
     ("phi", "options"),
@@ -77,65 +57,6 @@ def test_gradients_through_sinks(is_causal, phi, options):
 def test_gradients_of_sinks_far_before_the_queries(length, num_keys, phi, options):
     options = options | {"is_causal": "lower_right"}
     agrees((tokens(length)[0], *tokens(num_keys)[1:]), phi, options)
-
-
-RULES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "lower_right": {"is_causal": "lower_right"},
-    "stops": {"key_stop": np.minimum(np.arange(24) + 3, 20)},
-    "causal stops": {"key_stop": np.arange(1, 25)},
-    "stops at the end": {"key_stop": np.full(24, 24)},
-    "prefix": {"prefix_length": 9},
-    "blocks": {"causal_block": 5},
-    "packed": {"cu_seqlens": [0, 2, 4, 24]},
-    "packed, causal": {"cu_seqlens": [0, 2, 4, 24], "is_causal": True},
-    "lengths": {"key_lengths": 20},
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("window", [(2, 0), 0, (None, 0), (0, 1), (1, None)])
-def test_sinks_are_seen_on_either_side_of_a_window(rule, window):
-    """As the docstring says: by all queries, but for those whose stop or place comes before."""
-    options = {"local_window_size": window, "sinks": 6, **RULES[rule]}
-    agrees(tokens(24), None, options)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_sinks_beside_an_exact_window_under_every_rule(rule):
-    agrees(tokens(24), PHI, {"exact_window": 2, "sinks": 6, **RULES[rule]})
-
-
-def test_each_packed_sequence_has_sinks_of_its_own():
-    arrays, borders = tokens(), [0, 2, 45, 70]
-    for maps, options in ([], LOCAL), ([PHI], WINDOW):
-        function = linattn.linear_attention if maps else linattn.softmax_attention
-        out = function(*arrays, *maps, is_causal=True, cu_seqlens=borders, **options)
-        for a, b in pairwise(borders):
-            part = arrays[..., a:b, :]
-            want = function(*part, *maps, is_causal=True, **options)
-            np.testing.assert_allclose(out[..., a:b, :], want, rtol=1e-12, atol=1e-13)
-
-
-def test_sinks_are_seen_by_the_last_queries_of_a_cache():
-    query, key, value = tokens()
-    for maps, options in ([], LOCAL), ([PHI], WINDOW):
-        function = linattn.linear_attention if maps else linattn.softmax_attention
-        whole = function(query, key, value, *maps, is_causal=True, **options)
-        options = options | {"is_causal": "lower_right"}
-        last = function(query[..., -9:, :], key, value, *maps, **options)
-        np.testing.assert_allclose(last, whole[..., -9:, :], rtol=1e-12, atol=1e-13)
-
-
-def test_the_state_holds_sinks_by_the_map():
-    q, k, v = tokens()
-    options: dict[str, Any] = {"is_causal": True, "log_decay": -0.01, "return_state": True}
-    state = linattn.linear_attention(q, k, v, PHI, **WINDOW, **options)[1]
-    want = linattn.linear_attention(q, k, v, PHI, **options)[1]
-    scale = np.exp(state.log_scale - want.log_scale)[..., None]
-    np.testing.assert_allclose(state.kvz * scale, want.kvz, rtol=1e-11, atol=1e-12)
-    assert state.length == want.length
 
 
 @pytest.mark.parametrize(

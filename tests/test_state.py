@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
@@ -81,95 +79,6 @@ def assert_close(actual, expected):
 
 
 @every_map
-def test_step_chunk_and_whole_agree(numpy_path, name):
-    phi = MAPS[name](DIM)
-    query, key, value = tokens(150, 2)
-    whole, whole_state = linear_attention(query, key, value, phi, is_causal=True, return_state=True)
-    assert_close(whole, reference.kernel_attention(query, key, value, phi, is_causal=True))
-
-    state = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-    steps = []
-    for t in range(150):
-        out, state = decode_step(query[:, t], key[:, t], value[:, t], state, phi)
-        assert state.length == t + 1
-        steps.append(out)
-    assert_close(np.stack(steps, axis=-2), whole)
-    assert_same_state(state, whole_state)
-
-    for size in (1, 7, 64, 149):
-        state = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-        chunks = []
-        for start in range(0, 150, size):
-            rows = slice(start, start + size)
-            out, state = linear_attention(
-                query[:, rows],
-                key[:, rows],
-                value[:, rows],
-                phi,
-                is_causal=True,
-                initial_state=state,
-                return_state=True,
-            )
-            chunks.append(out)
-        assert_close(np.concatenate(chunks, axis=-2), whole)
-        assert_same_state(state, whole_state)
-
-
-@every_map
-@given(data=st.data())
-def test_any_cut_gives_the_whole(numpy_path, draws, name, data):
-    case = data.draw(draws.cases(is_causal=True))
-    query, key, value = case.query, case.key, case.value
-    length = key.shape[-2]
-    lead = np.broadcast_shapes(key.shape[:-2], value.shape[:-2])
-    phi = MAPS[name](key.shape[-1])
-    cut = data.draw(st.integers(0, length))
-
-    def run(rows, state):
-        mask = case.key_mask
-        if mask is not None and mask.shape[-1] == length:
-            mask = mask[..., rows]
-        return linear_attention(
-            query[..., rows, :],
-            key[..., rows, :],
-            value[..., rows, :],
-            phi,
-            is_causal=True,
-            key_mask=mask,
-            initial_state=state,
-            return_state=True,
-            chunk_size=case.chunk_size,
-        )
-
-    whole, whole_state = run(slice(None), None)
-    start = init_state(phi, value.shape[-1], batch_shape=lead, like=key)
-    head, state = run(slice(0, cut), start)
-    tail, state = run(slice(cut, None), state)
-    # Logs of size 1e3 and more carry the rounding of that size.
-    bound = 1e-12 * max(1, case.scale**2 / 10)
-    stream = np.concatenate([head, tail], axis=-2)
-    assert_allclose(stream, whole, rtol=0, atol=bound * max(1, np.abs(value).max(initial=0)))
-    assert_same_state(state, whole_state, bound=bound * max(1, np.abs(value).max(initial=0)))
-
-
-@every_map
-def test_two_halves_merge_to_the_whole(numpy_path, name):
-    phi = MAPS[name](DIM)
-    query, key, value = tokens(150, 2)
-    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-    whole = update_state(empty, key, value, phi)
-    expected = linear_attention(query, key, value, phi)
-    assert_close(read_state(query, whole, phi), expected)
-    for cut in (0, 1, 64, 75, 149, 150):
-        first = update_state(empty, key[:, :cut], value[:, :cut], phi)
-        second = update_state(empty, key[:, cut:], value[:, cut:], phi)
-        merged = merge_states(first, second)
-        assert_same_state(merged, whole)
-        assert_close(read_state(query, merged, phi), expected)
-        assert_same_state(update_state(first, key[:, cut:], value[:, cut:], phi), whole)
-
-
-@every_map
 @pytest.mark.parametrize("factor", [1, 40])
 def test_merging_is_associative_and_commutative_with_an_identity(numpy_path, name, factor):
     phi = MAPS[name](DIM)
@@ -197,15 +106,6 @@ def test_merging_is_associative_and_commutative_with_an_identity(numpy_path, nam
         assert_array_equal(same.kvz, state.kvz)
         assert_array_equal(same.log_scale, state.log_scale)
         assert same.length == state.length
-
-
-def test_a_signed_map_merges_too(numpy_path):
-    phi = TrigonometricFeatures(DIM, 2 * DIM, rng=1)
-    _, key, value = tokens(50, 2)
-    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-    whole = update_state(empty, key, value, phi)
-    halves = [update_state(empty, key[:, r], value[:, r], phi) for r in (slice(20), slice(20, 50))]
-    assert_same_state(merge_states(*halves), whole)
 
 
 def test_a_state_is_the_sum_it_stands_for(numpy_path):
@@ -269,27 +169,6 @@ def test_states_of_half_precision_are_float32(xp, dtype):
 # Decoding ---------------------------------------------------------------------------------------
 
 
-@every_map
-def test_decoder_is_decode_step_is_causal_attention(numpy_path, name):
-    phi = MAPS[name](DIM)
-    query, key, value = tokens(30, 2)
-    prompt, prompt_state = linear_attention(
-        query[:, :10], key[:, :10], value[:, :10], phi, is_causal=True, return_state=True
-    )
-    decoder, state = Decoder(phi, prompt_state), prompt_state
-    outs = [prompt]
-    for t in range(10, 30):
-        token = (query[:, t], key[:, t], value[:, t])
-        out, state = decode_step(*token, state, phi)
-        assert_allclose(decoder.step(*token), out, rtol=1e-5, atol=1e-6)
-        assert_allclose(decoder.state.kvz, state.kvz, rtol=1e-5, atol=1e-6)
-        assert_array_equal(decoder.state.log_scale, state.log_scale)
-        assert decoder.state.length == state.length == t + 1
-        outs.append(out[:, None])
-    expected = reference.kernel_attention(query, key, value, phi, is_causal=True)
-    assert_close(np.concatenate(outs, axis=-2), expected)
-
-
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_state_taken_from_a_decoder_is_a_copy(numpy_path, steps):
     phi, token = linattn.feature_maps.TaylorFeatures(DIM), np.ones((2, DIM))
@@ -302,21 +181,6 @@ def test_a_state_taken_from_a_decoder_is_a_copy(numpy_path, steps):
     taken.log_scale[...] = 7
     assert_array_equal(decoder.state.kvz, kept.kvz)
     assert_array_equal(decoder.state.log_scale, kept.log_scale)
-
-
-def test_decoding_broadcasts_leading_axes(numpy_path):
-    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
-    query, key, value = inputs((4, 3, 9, DIM), (1, 9, DIM), (9, VALUE_DIM))
-    state = init_state(phi, VALUE_DIM, batch_shape=(1,), like=key)
-    outs = []
-    for t in range(9):
-        token = (query[..., t, :], key[..., t, :], value[..., t, :])
-        out, state = decode_step(*token, state, phi)
-        assert out.shape == (4, 3, VALUE_DIM)
-        assert state.kvz.shape == (1, 2 * DIM, VALUE_DIM + 1)
-        outs.append(out)
-    expected = reference.kernel_attention(query, key, value, phi, is_causal=True)
-    assert_close(np.stack(outs, axis=-2), expected)
 
 
 def test_decoder_takes_steps_of_changing_shape_and_dtype(numpy_path):
@@ -385,92 +249,7 @@ def test_a_refused_step_leaves_the_stream_as_it_was(numpy_path):
         assert_close(decoder.step(query[t], key[t], value[t]), expected[t])
 
 
-# Prefixes ---------------------------------------------------------------------------------------
-
-
-@every_map
-def test_prefix_lm_is_a_prefix_state_then_a_scan(numpy_path, name):
-    # Query i sees all of the prefix, and keys up to itself.
-    phi = MAPS[name](DIM)
-    query, key, value = tokens(40, 2)
-    prefix = 15
-    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-    state = update_state(empty, key[:, :prefix], value[:, :prefix], phi)
-    inside = read_state(query[:, :prefix], state, phi)
-    after = linear_attention(
-        query[:, prefix:],
-        key[:, prefix:],
-        value[:, prefix:],
-        phi,
-        is_causal=True,
-        initial_state=state,
-    )
-    for i in range(40):
-        seen = slice(0, max(i + 1, prefix))
-        expected = reference.kernel_attention(
-            query[:, i : i + 1], key[:, seen], value[:, seen], phi
-        )
-        out = inside[:, i] if i < prefix else after[:, i - prefix]
-        assert_close(out, expected[:, 0])
-
-
-def test_full_attention_with_a_state_sees_both(numpy_path):
-    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
-    query, key, value = tokens(30)
-    state = update_state(init_state(phi, VALUE_DIM, like=key), key[:12], value[:12], phi)
-    out, after = linear_attention(
-        query, key[12:], value[12:], phi, initial_state=state, return_state=True
-    )
-    assert_close(out, reference.kernel_attention(query, key, value, phi))
-    assert after.length == 30
-
-
 # Leading axes and lengths -----------------------------------------------------------------------
-
-
-def test_leading_axes_are_those_of_key_and_value(numpy_path):
-    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
-    query, key, value = inputs((5, 1, 1, 8, DIM), (3, 1, 8, DIM), (2, 8, VALUE_DIM))
-    for is_causal in (False, True):
-        out, state = linear_attention(
-            query, key, value, phi, is_causal=is_causal, return_state=True
-        )
-        assert out.shape == (5, 3, 2, 8, VALUE_DIM)
-        assert state.kvz.shape == (3, 2, 2 * DIM, VALUE_DIM + 1)
-        assert state.log_scale.shape == (3, 2, 2 * DIM)
-    assert_close(read_state(query, state, phi), reference.kernel_attention(query, key, value, phi))
-
-
-def test_a_state_of_one_stream_serves_many(numpy_path):
-    # A prompt shared by a batch: its state broadcasts.
-    phi = PositiveFeatures(DIM, 2 * DIM, rng=1)
-    _, key, value = tokens(10)
-    prompt = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
-    query, more_key, more_value = tokens(7, 4, seed=1)
-    out, state = linear_attention(
-        query, more_key, more_value, phi, initial_state=prompt, return_state=True
-    )
-    assert state.kvz.shape == (4, 2 * DIM, VALUE_DIM + 1)
-    keys, values = (
-        np.concatenate([np.broadcast_to(a, (4, *a.shape)), b], axis=-2)
-        for a, b in ((key, more_key), (value, more_value))
-    )
-    assert_close(out, reference.kernel_attention(query, keys, values, phi))
-
-
-def test_heads_of_a_map_are_leading_axes_of_its_states(numpy_path):
-    rows = np.random.default_rng(0).standard_normal((2, 7, DIM))
-    phi = PositiveFeatures.from_projection(rows)
-    like = np.ones(DIM)
-    assert init_state(phi, VALUE_DIM, like=like).kvz.shape == (2, 7, VALUE_DIM + 1)
-    assert init_state(phi, VALUE_DIM, batch_shape=(3, 1), like=like).kvz.shape[:2] == (3, 2)
-    query, key, value = tokens(9)
-    state = update_state(init_state(phi, VALUE_DIM, like=like), key, value, phi)
-    assert state.kvz.shape == (2, 7, VALUE_DIM + 1)
-    out = read_state(query, state, phi)
-    for head in range(2):
-        alone = PositiveFeatures.from_projection(rows[head])
-        assert_close(out[head], reference.kernel_attention(query, key, value, alone))
 
 
 @pytest.mark.parametrize(
@@ -521,97 +300,6 @@ def test_length_counts_masked_positions(numpy_path):
     assert nothing.length == 10
     assert_array_equal(read_state(key, nothing, phi), 0)
     assert_same_state(merge_states(state, nothing), State(state.kvz, state.log_scale, 20))
-
-
-# Nothing changes under the caller's hands --------------------------------------------------------
-
-
-def snapshot(*arrays):
-    return [np.array(a) for a in arrays]
-
-
-@pytest.mark.parametrize("name", ["positive", "elu", "own"])
-def test_no_call_changes_its_inputs_or_an_earlier_state(numpy_path, name):
-    phi = MAPS[name](DIM)
-    query, key, value = tokens(300, 2)
-    mask = np.arange(300) % 3 > 0
-    empty = init_state(phi, VALUE_DIM, batch_shape=(2,), like=key)
-    first = update_state(empty, key, value, phi, key_mask=mask)
-    objects = [query, key, value, mask, *empty[:2], *first[:2]]
-    before = snapshot(*objects)
-    for is_causal in (False, True):
-        linear_attention(
-            query,
-            key,
-            value,
-            phi,
-            is_causal=is_causal,
-            key_mask=mask,
-            initial_state=first,
-            return_state=True,
-        )
-    update_state(first, key, value, phi)
-    merge_states(first, empty)
-    read_state(query, first, phi)
-    token = (query[:, 0], key[:, 0], value[:, 0])
-    decode_step(*token, first, phi)
-    decoder = Decoder(phi, first)
-    for _ in range(3):
-        decoder.step(*token)
-    kept = decoder.state
-    kept_before = snapshot(*kept[:2])
-    decoder.step(*token)
-    for now, then in zip(objects + list(kept[:2]), before + kept_before, strict=True):
-        assert_array_equal(now, then)
-    assert empty.length == 0
-    assert first.length == 300
-    assert kept.length == 303
-
-
-@pytest.mark.parametrize("length", [0, 1, 40])
-def test_outputs_and_states_share_no_memory_with_inputs(numpy_path, length):
-    phi = EluFeatures()
-    query, key, value = tokens(length, 2)
-    state = update_state(
-        init_state(phi, VALUE_DIM, batch_shape=(2,), like=key), *tokens(3, 2)[1:], phi
-    )
-    given_arrays = [query, key, value, *state[:2]]
-    returned = []
-    for is_causal in (False, True):
-        out, after = linear_attention(
-            query, key, value, phi, is_causal=is_causal, initial_state=state, return_state=True
-        )
-        returned += [out, *after[:2]]
-    returned += update_state(state, key, value, phi)[:2]
-    returned += merge_states(state, init_state(phi, VALUE_DIM, batch_shape=(2,), like=key))[:2]
-    returned.append(read_state(query, state, phi))
-    returned.append(linattn.softmax_attention(query, key, value))
-    if length:
-        out, after = decode_step(query[:, 0], key[:, 0], value[:, 0], state, phi)
-        returned += [out, *after[:2]]
-    for array in returned:
-        assert array.flags.writeable
-        assert not any(np.shares_memory(array, other) for other in given_arrays)
-
-
-def test_one_array_may_be_query_key_and_value(numpy_path):
-    phi = EluFeatures()
-    (x,) = inputs((50, DIM))
-    before = x.copy()
-    out = linear_attention(x, x, x, phi, is_causal=True)
-    assert_array_equal(out, linear_attention(x, x.copy(), x.copy(), phi, is_causal=True))
-    assert_array_equal(x, before)
-
-
-def test_states_copy_and_pickle():
-    phi = PositiveFeatures(DIM, rng=0)
-    _, key, value = tokens(5)
-    state = update_state(init_state(phi, VALUE_DIM, like=key), key, value, phi)
-    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert isinstance(twin, State)
-        assert_array_equal(twin.kvz, state.kvz)
-        assert_array_equal(twin.log_scale, state.log_scale)
-        assert twin.length == state.length
 
 
 # Whose state it is ------------------------------------------------------------------------------
@@ -849,27 +537,6 @@ def good_state(**options):
     return init_state(PHI, VALUE_DIM, like=np.ones(DIM), **options)
 
 
-NOT_STATES = [None, (np.zeros((12, 4)), np.zeros(12), 0), {"kvz": 1}]
-
-
-@pytest.mark.parametrize("state", NOT_STATES, ids=["None", "tuple", "dict"])
-def test_what_is_no_state(state):
-    query, key, value = tokens(4)
-    for call in (
-        lambda: update_state(state, key, value, PHI),
-        lambda: read_state(query, state, PHI),
-        lambda: decode_step(query[0], key[0], value[0], state, PHI),
-        lambda: merge_states(good_state(), state),
-        lambda: merge_states(state, good_state()),
-        lambda: Decoder(PHI, state),
-    ):
-        with pytest.raises(TypeError, match=r"must be a linattn\.State, got"):
-            call()
-    if state is not None:
-        with pytest.raises(TypeError, match=r"initial_state must be a linattn\.State, got"):
-            linear_attention(query, key, value, PHI, initial_state=state)
-
-
 @pytest.mark.parametrize(
     ("state", "error", "match"),
     [
@@ -911,52 +578,6 @@ def test_states_that_do_not_merge():
             merge_states(state, other)
     with pytest.raises(ValueError, match="must broadcast"):
         merge_states(good_state(batch_shape=(2,)), good_state(batch_shape=(3,)))
-
-
-def test_states_of_another_library():
-    strict = pytest.importorskip("array_api_strict", reason="array_api_strict is not installed")
-    other = init_state(PHI, VALUE_DIM, like=strict.ones(DIM))
-    query, key, value = tokens(4)
-    for call in (
-        lambda: update_state(other, key, value, PHI),
-        lambda: read_state(query, other, PHI),
-        lambda: merge_states(good_state(), other),
-    ):
-        with pytest.raises(TypeError, match="array_api_strict"):
-            call()
-    with pytest.raises(TypeError, match="load_state and init_state take like"):
-        read_state(query, other, PHI)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"value_dim": 0}, ValueError, "value_dim must be at least 1"),
-        ({"value_dim": True}, TypeError, "value_dim must be a positive integer"),
-        ({"value_dim": 2.5}, TypeError, "value_dim must be a positive integer"),
-        ({"batch_shape": 3}, TypeError, "batch_shape must be a tuple"),
-        ({"batch_shape": (-1,)}, ValueError, "batch_shape must be"),
-        ({"batch_shape": (1.5,)}, TypeError, "batch_shape must be"),
-        ({"like": [1.0]}, TypeError, "like must be an array"),
-        ({"like": np.ones(4, dtype=int)}, TypeError, "like must have dtype"),
-        ({"feature_map": PositiveFeatures}, TypeError, "feature_map must have"),
-    ],
-)
-def test_init_state_refuses(options, error, match):
-    good = {"feature_map": PHI, "value_dim": 3, "like": np.ones(DIM)}
-    with pytest.raises(error, match=match):
-        init_state(**(good | options))
-
-
-def test_the_dim_of_the_map_is_that_of_the_queries():
-    with pytest.raises(ValueError, match="6 coordinates, the dim of feature_map"):
-        read_state(np.ones((2, 5)), good_state(), PHI)
-
-
-def test_causal_lengths_must_agree_and_the_remedy_is_said():
-    query, key, value = tokens(4)
-    with pytest.raises(ValueError, match=r"initial_state.*read_state"):
-        linear_attention(query[:1], key, value, PHI, is_causal=True)
 
 
 def test_an_overflow_of_float16_in_one_step_says_no_more_than_in_many():

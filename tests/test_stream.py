@@ -374,7 +374,7 @@ class TestCheckpoints:
         assert (tmp_path / "run").read_bytes() == before
 
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.parametrize("steps", [2, 5, 8])
+    @pytest.mark.parametrize("steps", [2, 8])
     @pytest.mark.parametrize("name", ["query", "key", "value", "out"])
     def test_of_other_rows_is_refused(self, tmp_path, mode, steps, name):
         """One number in the middle, in rows that were read or written; later rows may differ."""
@@ -403,7 +403,7 @@ class TestCheckpoints:
         else:
             return
         before = (tmp_path / "run").read_bytes()
-        for row in (0, 10, 30, 50, 70, 99, LENGTH - 1):
+        for row in (0, 30, 70, LENGTH - 1):
             changed = arguments[name].copy()
             changed[1, row, 2] += 1
             call = {**arguments, name: changed, "feature_map": PHI, **options}
@@ -544,7 +544,6 @@ class TestCheckpoints:
             with pytest.raises(linattn.StateFileError, match=r"run is not a .*; name another file"):
                 attend(q, k, v, np.empty_like(v), PHI, block_size=20, checkpoint=tmp_path / "run")
 
-    @pytest.mark.parametrize("mode", ["causal", "window", "decay"])
     @pytest.mark.parametrize(
         ("field", "forged"),
         [
@@ -568,8 +567,9 @@ class TestCheckpoints:
         ],
         ids=lambda value: str(value)[:20].replace("\n", ""),
     )
-    def test_forged_is_refused(self, tmp_path, mode, field, forged):
+    def test_forged_is_refused(self, tmp_path, field, forged):
         """Whatever the fields say: one error, which names the file and says what to do."""
+        mode = "window" if field.startswith("later") else "decay"
         path = tmp_path / "run"
         options = {"block_size": 20, **MODES[mode], "checkpoint": path}
         q, k, v = self._stopped(path, progress=stop_after(8 if mode == "window" else 2), **options)

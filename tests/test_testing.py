@@ -376,14 +376,13 @@ MAPS = {
 }
 STEADY = {"hyperbolic", "trigonometric", "tilted", "dense", "fourier"}
 
-TWO_MAPS, TWO_SAMPLERS = ("hyperbolic", "trigonometric"), ("gaussian", "orthogonal")
-UNBIASED_PAIRS = [(m, s) for m in MAPS for s in UNBIASED if m in TWO_MAPS or s in TWO_SAMPLERS]
+UNBIASED_PAIRS = [(m, s) for m in MAPS for s in UNBIASED if m == "hyperbolic" or s == "orthogonal"]
 
 
 class TestEstimates:
     @pytest.mark.parametrize(("name", "sampler"), UNBIASED_PAIRS)
     def test_every_unbiased_pair(self, name, sampler):
-        """Every map with two samplers, and every sampler with two maps: it draws rows alone."""
+        """Every map with one sampler, and every sampler with one map: it draws rows alone."""
         feature_map = MAPS[name](sampler)
         assert feature_map.unbiased
         # Where a draw varies little, a third of the draws sees smaller a bias than all the others.
@@ -392,10 +391,9 @@ class TestEstimates:
         assert evidence.false_alarm_rate == 1e-9
         assert 0 < evidence.detectable < detectable
 
-    @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal"])
     @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
-    def test_exact_variance(self, name, sampler):
-        evidence = testing.assert_variance(MAPS[name](sampler), num_draws=3000, rng=SEED)
+    def test_exact_variance(self, name):
+        evidence = testing.assert_variance(MAPS[name]("orthogonal"), num_draws=3000, rng=SEED)
         assert "approximate" not in evidence.detail
         assert 0 < evidence.detectable < 0.6
 

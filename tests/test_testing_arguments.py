@@ -109,9 +109,9 @@ class TestPairs:
     def _kernel(self, x, y):
         return np.exp(0.5 * np.sum(x * y, axis=-1))
 
-    @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+    @pytest.mark.parametrize("shape", [(), (1, 1)])
     def test_claims_of_one_number_a_pair(self, shape):
-        wanted = testing.assert_unbiased(self.map, self.x, self.y, num_draws=1000)
+        wanted = testing.assert_unbiased(self.map, self.x, self.y, num_draws=500)
 
         def kernel(x, y):
             return self._kernel(x, y).reshape(6, *shape)
@@ -119,13 +119,13 @@ class TestPairs:
         def variance(x, y):
             return self.map.variance(x, y).reshape(6, *shape)
 
-        options: Any = {"variance": variance, "num_draws": 1000}
+        options: Any = {"variance": variance, "num_draws": 500}
         assert testing.assert_unbiased(self.map, self.x, self.y, kernel=kernel, **options) == wanted
         assert testing.assert_mean(self.map, self.x, self.y, mean=kernel, **options).detectable > 0
         assert testing.assert_variance(self.map, self.x, self.y, mean=kernel, **options).detectable
         with pytest.raises(AssertionError, match="pair"):
             testing.assert_unbiased(
-                self.map, self.x, self.y, kernel=lambda x, y: 1.3 * kernel(x, y), num_draws=1000
+                self.map, self.x, self.y, kernel=lambda x, y: 1.3 * kernel(x, y), num_draws=500
             )
 
     @pytest.mark.parametrize("name", ["kernel", "variance", "mean", "kurtosis"])

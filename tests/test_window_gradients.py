@@ -5,79 +5,29 @@
 from __future__ import annotations
 
 import tracemalloc
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 import linattn
-from linattn.testing import assert_gradient
 from tests import dense_oracle
 from tests.attentions import full_and_causal, maps
 from tests.pairs import DIM, tokens
 
 MAPS = {**maps(DIM, 8, "positive", "hyperbolic"), **maps(DIM, 64, "trigonometric")}
 RNG = np.random.default_rng(3)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "masked": {"key_mask": RNG.random(40) < 0.7},
-    "biased keys": {"key_bias": RNG.standard_normal(40)},
-    "biased offsets": {"window_bias": RNG.standard_normal(7), "far_bias": (0.5, -0.3)},
-    "far left out": {"window_bias": RNG.standard_normal((2, 5)), "far_bias": (-np.inf, -np.inf)},
-    "not divided": {"normalize": False},
-    "packed": {"cu_seqlens": [0, 1, 12, 12, 40]},
-}
 
 
 @full_and_causal
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("window", [4, 9, 64])
-def test_they_are_those_of_finite_differences(name, window, is_causal):
-    options = {"exact_window": window, "is_causal": is_causal, **OPTIONS[name]}
-    attend, vjp = (
-        partial(function, feature_map=MAPS["hyperbolic"], chunk_size=7, **options)
-        for function in (linattn.linear_attention, linattn.linear_attention_vjp)
-    )
-    assert_gradient(attend, vjp, *tokens((2,)), step=1e-5)
-
-
-@full_and_causal
-@pytest.mark.parametrize("name", MAPS)
-def test_every_library(xp, name, is_causal):
-    arrays, options = tokens((2,), 30), {"exact_window": 7, "is_causal": is_causal}
-    wanted = linattn.linear_attention_vjp(*arrays, MAPS[name], **options)[1](arrays[0])
+def test_every_library(xp, is_causal):
+    length = 10 if xp.name == "dask" else 30
+    arrays, options = tokens((2,), length), {"exact_window": 3, "is_causal": is_causal}
+    wanted = linattn.linear_attention_vjp(*arrays, MAPS["hyperbolic"], **options)[1](arrays[0])
     moved = [xp.array(x) for x in arrays]
-    found = linattn.linear_attention_vjp(*moved, MAPS[name], **options)[1](moved[0])
+    found = linattn.linear_attention_vjp(*moved, MAPS["hyperbolic"], **options)[1](moved[0])
     for gradient, like in zip(found, wanted, strict=True):
         assert_allclose(xp.numpy(gradient), like, atol=1e-11)
-
-
-@full_and_causal
-def test_states_before_and_after(is_causal):
-    """A stream in parts, trained from its end: what one call does at once."""
-    arrays, options = tokens((2,), 30), {"exact_window": 5, "is_causal": is_causal}
-    phi = MAPS["positive"]
-    before = linattn.init_state(phi, DIM, batch_shape=(2,), like=arrays[0])
-    before = linattn.update_state(before, arrays[1][:, ::-1], arrays[0], phi)
-    grad_state = np.random.default_rng(0).standard_normal(before.kvz.shape)
-
-    def loss(kvz):
-        output, state = linattn.linear_attention(
-            *arrays, phi, initial_state=before._replace(kvz=kvz), return_state=True, **options
-        )
-        scale = np.exp(state.log_scale - log_scale)[..., None]
-        return (output * arrays[2]).sum() + (grad_state * state.kvz * scale).sum()
-
-    (_, state), pullback = linattn.linear_attention_vjp(
-        *arrays, phi, initial_state=before, return_state=True, **options
-    )
-    log_scale = state.log_scale
-    gradient = pullback(arrays[2], grad_state)[3]
-    direction = np.random.default_rng(1).random(before.kvz.shape)
-    change = loss(before.kvz + 1e-5 * direction) - loss(before.kvz - 1e-5 * direction)
-    assert_allclose((gradient * direction).sum(), change / 2e-5, rtol=1e-7)
 
 
 @pytest.mark.frameworks

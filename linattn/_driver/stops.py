@@ -64,7 +64,7 @@ class Stops(NamedTuple):
         Two lines do so, one from the pivot backwards and one forwards: no key is in two runs.
         """
         if self.key_stop is None:
-            if self.ahead and (self.of(slice(0, 1)).right < self.num_keys).any():
+            if self.ahead and self.length and self.of(slice(0, 1)).right[0] < self.num_keys:
                 yield slice(0, self.length), self.num_keys
             return
         _, right, end = self.of(slice(0, self.length))
