@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn import _arrays, _generic, _settings
-from linattn.typing import Declined, Problem, WholeTier
+from linattn.typing import Declined, Problem, Recurrence, WholeTier
 
 GROUP = "linattn.backends"
 
@@ -302,7 +302,7 @@ def _functions_found(xp: ModuleType, module: ModuleType | None, mode: _Mode) -> 
     return BlockFunctions(xp)
 
 
-def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
+def whole_function(name: str, problem: Problem | Recurrence) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none for this problem.
 
     A backend older than a modifier of weights would ignore it, so such a backend is skipped.

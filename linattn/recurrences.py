@@ -7,19 +7,25 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
-from linattn._recurrence.problem import recurrence_problem
-from linattn._recurrence.walk import attend, pull_back, solve_for_pullback, step
-from linattn.typing import Array, ArrayT
+from linattn._recurrence.parts import parts_of, pull_back_parts, solve_parts
+from linattn._recurrence.problem import mask_of, recurrence_problem
+from linattn._recurrence.walk import attend, solve_for_pullback, step
+from linattn.typing import Array, ArrayT, Recurrence
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
 
-UpdateRule: TypeAlias = Literal["linear", "gated", "delta", "gated_delta"]
+UpdateRule: TypeAlias = Literal["linear", "gated", "delta", "gated_delta", "dplr"]
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 class _Options(TypedDict, total=False):
     log_decay: Array | None
     beta: Array | None
+    erase_key: Array | None
+    read_key: Array | None
+    key_mask: Array | None
+    key_lengths: Any
+    return_states_every: int | None
     scale: float | None
     initial_state: Array | None
     chunk_size: int | None
@@ -71,9 +77,14 @@ def linear_recurrence(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Any:
@@ -179,13 +190,31 @@ def linear_recurrence(
         update_rule=update_rule,
         log_decay=log_decay,
         beta=beta,
+        erase_key=erase_key,
+        read_key=read_key,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
         scale=scale,
         initial_state=initial_state,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
-    output, state = attend(problem)
-    return (output, state) if return_state else output
+    output, states, *_ = solve_parts(parts_of(problem, return_states_every), attend)
+    return _results(output, states, return_state, problem, return_states_every)
+
+
+def _results(
+    output: Array,
+    states: list[Array],
+    return_state: bool,
+    problem: Recurrence,
+    interval: int | None,
+) -> Any:
+    """Return the output with the states that were asked for."""
+    extra: list[Any] = [states[-1]] if return_state else []
+    if interval is not None:
+        extra.append(states[: problem.key.shape[-2] // interval])
+    return (output, *extra) if extra else output
 
 
 @overload
@@ -233,9 +262,14 @@ def linear_recurrence_vjp(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Any, Pullback]:
@@ -314,37 +348,72 @@ def linear_recurrence_vjp(
         update_rule=update_rule,
         log_decay=log_decay,
         beta=beta,
+        erase_key=erase_key,
+        read_key=read_key,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
         scale=scale,
         initial_state=initial_state,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
-    arguments = (query, key, value, log_decay, beta, initial_state)
-    output, state, before = solve_for_pullback(problem)
+    parts = parts_of(problem, return_states_every)
+    output, states, parts, before = solve_parts(parts, solve_for_pullback)
+    results = _results(output, states, return_state, problem, return_states_every)
+    mask = mask_of(problem.key, key_mask, key_lengths)
+    given = {
+        **{"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta},
+        **{"erase_key": erase_key, "read_key": read_key, "initial_state": initial_state},
+    }
 
     @_arrays.on_array_device
-    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
+    def pullback(
+        grad_output: Array,
+        grad_state: Array | None = None,
+        grad_states: Sequence[Array | None] | None = None,
+    ) -> tuple[Array, ...]:
         _checks.check_cotangent(
             "grad_output", grad_output, "output", tuple(output.shape), problem.query
         )
+        shape = tuple(states[-1].shape)
         if grad_state is not None:
             if not return_state:
                 raise ValueError("grad_state must be None without return_state=True, got an array")
-            _checks.check_cotangent("grad_state", grad_state, "state", tuple(state.shape), state)
-        gradients = pull_back(problem, before, grad_output, grad_state)
+            _checks.check_cotangent("grad_state", grad_state, "state", shape, states[-1])
+        on_the_way = [] if return_states_every is None else results[-1]
+        if grad_states is not None and len(grad_states) != len(on_the_way):
+            raise ValueError(
+                f"grad_states must have an array or None for each of the {len(on_the_way)} states "
+                f"of return_states_every, got {len(grad_states)}"
+            )
+        for i, each in enumerate(grad_states or ()):
+            if each is not None:
+                _checks.check_cotangent(f"grad_states[{i}]", each, "a state", shape, states[-1])
+        found = pull_back_parts(parts, before, grad_output, grad_state, grad_states or ())
+        gradients = dict(zip((*problem.TOKENS, "initial_state"), found, strict=True))
+        if update_rule == "dplr" and beta is not None:
+            rates = beta if beta.ndim == key.ndim else beta[..., None]
+            rates = beta if beta.ndim == key.ndim else beta[..., None]
+            of_product = gradients["erase_key"]
+            wide = [problem.xp.astype(x, problem.dtype) for x in (erase_key, rates)]
+            gradients["beta"], gradients["erase_key"] = (of_product * x for x in wide)
         return tuple(
-            _like_argument(gradient, argument)
-            for gradient, argument in zip(gradients, arguments, strict=True)
+            _like_argument(name, gradients[name], argument, mask, key.ndim)
+            for name, argument in given.items()
             if argument is not None
         )
 
-    return ((output, state) if return_state else output), pullback
+    return results, pullback
 
 
-def _like_argument(gradient: Array, argument: Array) -> Array:
-    """Sum a gradient to the shape of its argument, which may lack the last axis."""
+def _like_argument(
+    name: str, gradient: Array, argument: Array, mask: Array | None, ndim: int
+) -> Array:
+    """Sum a gradient to the shape of its argument, which may lack the last axis; 0 if masked."""
     xp, shape = _arrays.namespace(argument), tuple(argument.shape)
-    if len(shape) < gradient.ndim:
+    if mask is not None and name not in ("query", "initial_state"):
+        gradient = xp.where(mask, gradient, xp.zeros_like(gradient))
+    if name in ("log_decay", "beta") and len(shape) < ndim:
         gradient = sum_to(gradient, (*shape, 1), 0)[..., 0]
     return xp.astype(sum_to(gradient, shape, 0), argument.dtype, copy=False)
 
@@ -359,6 +428,9 @@ def recurrence_step(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
     scale: float | None = None,
 ) -> tuple[ArrayT, Array]:
     """Return the output of one more token of a recurrence, and the new state.
@@ -406,12 +478,15 @@ def recurrence_step(
     ((8, 64), (8, 64, 64))
     """
     _, tokens = _checks.check_arrays(1, query=query, key=key, value=value)
-    by_channel = log_decay is not None and getattr(log_decay, "ndim", -1) == tokens[1].ndim
+    ndim = tokens[1].ndim
     problem = recurrence_problem(
         (token[..., None, :] for token in tokens),
         update_rule=update_rule,
-        log_decay=_of_one_token(log_decay, by_channel=by_channel),
-        beta=_of_one_token(beta),
+        log_decay=_of_one_token(log_decay, ndim),
+        beta=_of_one_token(beta, ndim if update_rule == "dplr" else None),
+        erase_key=_of_one_token(erase_key, ndim),
+        read_key=_of_one_token(read_key, ndim),
+        key_mask=_of_one_token(key_mask),
         scale=scale,
         initial_state=state,
     )
@@ -419,8 +494,11 @@ def recurrence_step(
     return output
 
 
-def _of_one_token(numbers: Any, *, by_channel: bool = False) -> Any:
-    """Give the numbers of one token an axis for the length; return other objects unchanged."""
+def _of_one_token(numbers: Any, ndim: int | None = None) -> Any:
+    """Give the numbers of one token an axis for the length; return other objects unchanged.
+
+    ``ndim``: axes of numbers with one for each key channel.
+    """
     if not hasattr(numbers, "ndim"):
         return numbers
-    return numbers[..., None, :] if by_channel else numbers[..., None]
+    return numbers[..., None, :] if numbers.ndim == ndim else numbers[..., None]

@@ -230,20 +230,31 @@ def _gradients(chunks: Chunks, inside: _Inside, solution: _Solution) -> Gradient
         return Gradients(grad_query, grad_key, grad_values, None, grad_beta)
 
     by_token = decay.ratios is not None
-
-    def width(x: Array) -> Array:
-        return xp.sum(x, axis=-1, keepdims=True) if by_token else x
-
-    before = sum_to(width(inside.query_before * read), lead, 3) + width(inside.key_before * found)
-    after = width(inside.key_after * written)
+    before = sum_to(width(inside.query_before * read, by_token), lead, 3)
+    before = before + width(inside.key_before * found, by_token)
+    after = width(inside.key_after * written, by_token)
     remaining = xp.sum(inside.total * states * grad_states, axis=-1)[..., None, :]
     grad_log = sum_to(grad_log, lead, 3)
     if beta is not None:
         grad_log = grad_log + log_inside
-    grad_log = (
-        grad_log
-        + xp.matmul(transpose(triangle(c, key)), before)
-        + xp.matmul(triangle(c, key, strict=True), after)
-        + width(remaining)
-    )
+    grad_log = decay_gradient(grad_log, before, after, width(remaining, by_token))
     return Gradients(grad_query, grad_key, grad_values, grad_log, grad_beta)
+
+
+def width(x: Array, by_token: bool) -> Array:
+    return namespace(x).sum(x, axis=-1, keepdims=True) if by_token else x
+
+
+def decay_gradient(inside: Array, before: Array, after: Array, remaining: Array) -> Array:
+    """Gradient of log decays: of products inside a chunk, and of all that a decay multiplies.
+
+    ``before`` belongs to shares of the state before the chunk, ``after`` to shares of tokens that
+    are left after it, ``remaining`` to the decay of the whole chunk.
+    """
+    xp, c = namespace(inside), before.shape[-2]
+    return (
+        inside
+        + xp.matmul(xp.matrix_transpose(triangle(c, before)), before)
+        + xp.matmul(triangle(c, before, strict=True), after)
+        + remaining
+    )
