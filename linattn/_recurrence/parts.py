@@ -23,8 +23,9 @@ def parts_of(problem: Recurrence, interval: Any) -> list[Recurrence]:
             f"return_states_every must be None with cu_seqlens, got {interval}; call "
             f"linear_recurrence for each sequence"
         )
-    starts = range(0, max(1, problem.key.shape[-2]), interval)
-    return [tokens_of(problem, slice(start, start + interval)) for start in starts]
+    length = problem.key.shape[-2]
+    starts = range(0, max(1, length), interval)
+    return [tokens_of(problem, slice(i, min(i + interval, length))) for i in starts]
 
 
 def solve_parts(
