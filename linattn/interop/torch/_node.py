@@ -28,7 +28,10 @@ from linattn.typing import Array
 Named: TypeAlias = dict[str, Any]
 
 TOKENS = ("query", "key", "value")
-DIFFERENTIABLE = (*TOKENS, "kvz", "initial_state", "key_bias", "log_decay", "beta")
+DIFFERENTIABLE = (
+    *(*TOKENS, "kvz", "initial_state", "key_bias", "log_decay", "beta"),
+    *("erase_key", "read_key"),
+)
 
 
 @dataclass(frozen=True, eq=False)
