@@ -17,7 +17,6 @@ from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
 from linattn._home import at_home, node, wants_gradients
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
-from linattn._recurrence.low_rank import ErasingChunks, pull_back_erasing, scan_erasing
 from linattn._recurrence.problem import sequences
 from linattn.typing import Array, Recurrence
 
@@ -69,18 +68,13 @@ def _tokens(problem: Recurrence, chunked: Array, group: _Group) -> Array:
     return tokens[..., : group.rows.stop - group.rows.start, :]
 
 
-def _chunks(problem: Recurrence, group: _Group) -> Any:
+def _chunks(problem: Recurrence, group: _Group) -> Chunks:
     chunked: Iterator[Any] = (
         None if x is None else _chunked(problem, x, group) for x in _tokens_of(problem)
     )
     query, key, value, log_decay, beta, erase_key, read_key = chunked
-    query = problem.scale * query
-    if read_key is None:
-        decay = no_decay(key) if log_decay is None else chunk_decay(log_decay)
-        return Chunks(query, key, value, beta, decay)
-    one = (..., None, slice(None), slice(None))
-    decay = no_decay(key[one]) if log_decay is None else chunk_decay(log_decay[one])
-    return ErasingChunks(query, key, value, erase_key, read_key, decay)
+    decay = no_decay(key) if log_decay is None else chunk_decay(log_decay)
+    return Chunks(problem.scale * query, key, value, beta, decay, erase_key, read_key)
 
 
 def _tokens_of(problem: Recurrence) -> list[Any]:
@@ -154,8 +148,7 @@ def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
         before_groups = []
         for group in _groups(problem):
             before_groups.append(state)
-            scan = scan_chunks if problem.read_key is None else scan_erasing
-            output, state = scan(_chunks(problem, group), state)
+            output, state = scan_chunks(_chunks(problem, group), state)
             parts.append(xp.astype(_tokens(problem, output, group), like["dtype"], copy=False))
         return xp.concat(parts, axis=-2), state, before_groups
 
@@ -212,8 +205,9 @@ def _pull_back(
             grad_state = xp.zeros_like(_initial_state(problem))
         for group, state in zip(reversed(_groups(problem)), reversed(before), strict=True):
             grad = _chunked(problem, grad_output, group)
-            pull = pull_back_chunks if problem.read_key is None else pull_back_erasing
-            of_group, grad_state = pull(_chunks(problem, group), state, grad, grad_state)
+            of_group, grad_state = pull_back_chunks(
+                _chunks(problem, group), state, grad, grad_state
+            )
             for index in given:
                 gradient = _tokens(problem, of_group[index], group)
                 parts[index].append(sum_to(gradient, tuple(arrays[index].shape[:-2]), 2))
