@@ -6,7 +6,7 @@ sizes of chosen axes vary. :func:`scan` is a loop over tokens inside the graph.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations_with_replacement
@@ -182,12 +182,9 @@ def _operators(opset_version: Any) -> Any:
     version = newest if opset_version is None else opset_version
     if _checks.check_positive_int("opset_version", version, least=21) > newest:
         raise ValueError(f"opset_version must be at most {newest}, that of onnx, got {version}")
-    try:
-        return importlib.import_module("linattn.interop._operators") if version >= 27 else None
-    except ImportError:  # of a spox that is older
-        if opset_version is None:
-            return None
-        raise
+    if version < 27 or importlib.util.find_spec("spox.opset.ai.onnx.v27") is None:
+        return None
+    return importlib.import_module("linattn.interop._operators")
 
 
 def _traced(

@@ -75,7 +75,6 @@ from linattn.layers.recurrent import (
     causal_convolution_vjp,
     gated_rms_norm,
     gated_rms_norm_vjp,
-    init_causal_convolution,
 )
 from linattn.layers.storage import load_safetensors, save_safetensors
 
@@ -109,7 +108,6 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_vjp",
     "generate",
-    "init_causal_convolution",
     "init_decoder",
     "init_decoder_layer",
     "init_embedding",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import array_api_compat
-import numpy as np
-from numpy.typing import NDArray
 
 from linattn import _checks
 from linattn.layers._activations import ACTIVATIONS, GATED
@@ -22,7 +20,7 @@ from linattn.layers._params import (
     takes,
     with_pullback,
 )
-from linattn.layers.dense import init_linear, rms_norm_vjp
+from linattn.layers.dense import rms_norm_vjp
 from linattn.typing import Array
 
 __all__ = [
@@ -30,8 +28,10 @@ __all__ = [
     "causal_convolution_vjp",
     "gated_rms_norm",
     "gated_rms_norm_vjp",
-    "init_causal_convolution",
 ]
+
+
+GateActivation: TypeAlias = Literal["silu", "sigmoid"]
 
 
 @takes()
@@ -123,11 +123,11 @@ def causal_convolution_vjp(params: Params, x: Array, *, activation: str | None =
     --------
     >>> import numpy as np
     >>> from linattn import layers
-    >>> params = layers.init_causal_convolution(np.random.default_rng(0), 8, 4)
+    >>> params = {"weight": np.ones((8, 1, 4), np.float32)}
     >>> output, pullback = layers.causal_convolution_vjp(params, np.ones((2, 5, 8), np.float32))
     >>> grad_params, grad_x = pullback(output)  # of |output|^2 / 2
-    >>> sorted(grad_params)
-    ['bias', 'weight']
+    >>> grad_params["weight"].shape
+    (8, 1, 4)
     """
     part, padded = _after(params, x, None)
     output, pull = _convolved(part, padded, activation=activation)
@@ -194,49 +194,12 @@ def _convolved(params: Params, padded: Array, *, activation: str | None) -> Resu
 
 
 @takes()
-def init_causal_convolution(
-    rng: np.random.Generator,
-    channels: int,
-    kernel_size: int,
-    *,
-    bias: bool = True,
-    dtype: Any = np.float32,
-) -> dict[str, NDArray[Any]]:
-    """Draw the parameters of :func:`causal_convolution`: variance 1 / k, and a bias of 0.
-
-    Parameters
-    ----------
-    rng : numpy.random.Generator
-        Source of the numbers.
-    channels, kernel_size : int
-        c and k.
-    bias, dtype : optional
-        As for :func:`init_linear`.
-
-    Returns
-    -------
-    dict
-        NumPy arrays ``weight`` and ``bias``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from linattn import layers
-    >>> layers.init_causal_convolution(np.random.default_rng(0), 8, 4)["weight"].shape
-    (8, 1, 4)
-    """
-    k = _checks.check_positive_int("kernel_size", kernel_size)
-    params = init_linear(rng, k, channels, bias=bias, dtype=dtype)
-    return params | {"weight": params["weight"][:, None, :]}
-
-
-@takes()
 def gated_rms_norm(
     params: Params,
     x: Array,
     gate: Array,
     *,
-    activation: Literal["silu", "sigmoid"] = "silu",
+    activation: GateActivation = "silu",
     gate_first: bool = False,
     num_groups: int = 1,
     eps: float = 1e-6,
@@ -289,15 +252,7 @@ def gated_rms_norm(
     >>> layers.gated_rms_norm(params, x, np.zeros((1, 2)), activation="sigmoid").round(2)
     array([[0.42, 0.57]])
     """
-    return gated_rms_norm_vjp(
-        params,
-        x,
-        gate,
-        activation=activation,
-        gate_first=gate_first,
-        num_groups=num_groups,
-        eps=eps,
-    )[0]
+    return _gated_norm(params, x, gate, activation, gate_first, num_groups, eps)[0]
 
 
 @takes()
@@ -307,7 +262,7 @@ def gated_rms_norm_vjp(
     x: Array,
     gate: Array,
     *,
-    activation: Literal["silu", "sigmoid"] = "silu",
+    activation: GateActivation = "silu",
     gate_first: bool = False,
     num_groups: int = 1,
     eps: float = 1e-6,
@@ -337,6 +292,13 @@ def gated_rms_norm_vjp(
     >>> sorted(grad_params)
     ['weight']
     """
+    return _gated_norm(params, x, gate, activation, gate_first, num_groups, eps)
+
+
+def _gated_norm(
+    params: Params, x: Any, gate: Any, activation: Any, gate_first: Any, num_groups: Any, eps: Any
+) -> tuple[Array, Pullback]:
+    """Check the arguments; normalize x and the gate as one array."""
     xp, (x, gate) = _checks.check_arrays(1, x=x, gate=gate)
     groups = _checks.check_positive_int("num_groups", num_groups)
     if tuple(gate.shape) != tuple(x.shape) or x.shape[-1] % groups:
@@ -346,9 +308,15 @@ def gated_rms_norm_vjp(
         )
     if activation not in ("silu", "sigmoid"):
         raise ValueError(f"activation must be silu or sigmoid, got {activation!r}")
-    gate_first = _checks.check_flag("gate_first", gate_first)
-    both, options = xp.stack([x, gate]), {"activation": activation, "eps": eps}
-    output, pull = _gated(params, both, gate_first=gate_first, groups=groups, **options)
+    is_first = _checks.check_flag("gate_first", gate_first)
+    output, pull = _gated(
+        params,
+        xp.stack([x, gate]),
+        activation=activation,
+        gate_first=is_first,
+        groups=groups,
+        eps=eps,
+    )
 
     def pullback(grad_output: Array) -> tuple[dict[str, Array], Array, Array]:
         grads, grad = pull(grad_output)
