@@ -95,10 +95,17 @@ def linear_recurrence(
         o_t = s \, S_t^T q_t
 
     The delta rules have ``r_t = (diag(e^{g_t}) S_{t-1})^T k_t``: they write the difference between
-    the value and the state's answer for the key. The other rules have ``r_t = 0, beta_t = 1``.
-    Rules without a gate have ``g_t = 0``. There is no feature map and no denominator. Letters:
-    ``L`` tokens, ``d`` dim, ``e`` value dim, ``s`` scale. Leading axes ``...`` (batch, heads)
-    broadcast: grouped queries are a key and a value with a heads axis of 1.
+    the value and the state's answer for the key. The linear and gated rules have ``r_t = 0,
+    beta_t = 1``. Rules without a gate have ``g_t = 0``. The general rule "dplr" (diagonal plus low
+    rank) reads and erases along keys of its own:
+
+    .. math::
+        S_t = \left( \mathrm{diag}(e^{g_t}) - (\beta_t \odot a_t) b_t^T \right) S_{t-1}
+        + k_t v_t^T
+
+    There is no feature map and no denominator. Letters: ``L`` tokens, ``d`` dim, ``e`` value dim,
+    ``s`` scale. Leading axes ``...`` (batch, heads) broadcast: grouped queries are a key and a
+    value with a heads axis of 1.
 
     Parameters
     ----------
@@ -109,21 +116,32 @@ def linear_recurrence(
         ``beta |k|^2`` is above 2.
     value : array, (..., L, e)
         Same library, dtype and device.
-    update_rule : {"linear", "gated", "delta", "gated_delta"}
-        As ONNX's ``LinearAttention`` names them.
+    update_rule : {"linear", "gated", "delta", "gated_delta", "dplr"}
+        The first four as ONNX's ``LinearAttention`` names them.
     log_decay : array, (..., L) or (..., L, d), optional
-        g, at most 0, of any floating dtype; the gated rules need it. One number per token (with
-        fewer axes than ``key``) or one per key channel (with as many axes); axes of 1 broadcast. It
-        acts before the token is written. -inf forgets everything. In a padded batch set key, value,
-        ``log_decay`` and ``beta`` of the padding to 0, which leaves the state unchanged.
-    beta : array, (..., L), optional
-        The delta rules need it; in [0, 2] by convention. Shaped like ``log_decay`` per token.
+        g, at most 0, of any floating dtype. The gated rules need it, "dplr" may have it. One number
+        per token (with fewer axes than ``key``) or one per key channel (with as many axes); axes of
+        1 broadcast. It acts before the token is written. -inf forgets everything.
+    beta : array, (..., L), or (..., L, d) for "dplr", optional
+        The delta rules need it; in [0, 2] by convention. "dplr" may have it, default 1. Shaped like
+        ``log_decay``.
+    erase_key, read_key : array, (..., L, d), optional
+        a and b, which "dplr" needs, of any floating dtype. The state must not grow: with norms
+        ``|beta * a| |b|`` of at most 1 and a along b it does not.
+    key_mask : boolean array, (L,) or key.shape[:-1] with axes of 1, optional
+        True = a token that counts. A masked token leaves the state unchanged, even if its key,
+        value, decay or beta is NaN. Its output reads that state.
+    key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
+        How many leading tokens count; the others are masked. Not with `cu_seqlens`.
     scale : float, optional
         s; default ``1 / sqrt(d)``, as in ONNX and flash-linear-attention.
     initial_state : array, (..., d, e), optional
         S before the first token, in the accumulation dtype. Default zeros.
     return_state : bool, optional
         Also return S after the last token. Default False.
+    return_states_every : int, optional
+        c: also return, as the last result, a list of the L // c states after c, 2 c, ... tokens.
+        Sequences can continue from each of them. Not with `cu_seqlens`. Default: none.
     chunk_size : int, optional
         Tokens in a chunk, rounded up to a power of two; a backend may take fewer. Default 64; for
         the delta rules d / 2, but between 16 and 32: longer chunks lose digits.
@@ -138,14 +156,16 @@ def linear_recurrence(
     state : array, (..., d, e)
         Only with ``return_state``: float64 for float64 inputs, else float32, with the broadcast
         leading axes of all arrays except the query.
+    states : list of array, (..., d, e)
+        Only with ``return_states_every``.
 
     Raises
     ------
     TypeError
         Not arrays of one library, or not floating.
     ValueError
-        Shapes, dtypes or devices do not fit; the rule is unknown; the rule needs a ``log_decay`` or
-        ``beta`` that is missing, or has none; ``log_decay`` is above 0.
+        Shapes, dtypes or devices do not fit; the rule is unknown; the rule needs an argument that
+        is missing, or does not take one; ``log_decay`` is above 0 where tokens count.
 
     See Also
     --------
@@ -162,7 +182,9 @@ def linear_recurrence(
 
     A chunk of the delta rules is a unit lower triangular system, inverted from the inverses of its
     halves. No factor inside a chunk is above 1, whatever the gates. Results do not depend on the
-    chunk size, to rounding, and agree with `recurrence_step`. Without a backend, what is left of a
+    chunk size, to rounding, and agree with `recurrence_step`. States on the way divide the sequence
+    into parts, which are solved one after the other. "dplr" has no code of NumPy's backend; it
+    takes 3 times as long as "gated_delta", or less. Without a backend, what is left of a
     token or state after a decay within a chunk counts as 0 below 2^-40 of it (float64: 2^-400).
     NaN and infinity may reach other tokens of their chunk.
 
@@ -171,7 +193,8 @@ def linear_recurrence(
     Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (2024), section 3; Yang et al., "Gated Delta Networks" (2024), section 3.3; Yang et al., "Gated
     Linear Attention Transformers with Hardware-Efficient Training" (2023), section 4; Dao and Gu,
-    "Transformers are SSMs" (2024). ONNX operator set 27, ``LinearAttention``.
+    "Transformers are SSMs" (2024). "dplr": Peng et al., "RWKV-7" (2025), eq. 17; Hatamizadeh et al.,
+    "Gated DeltaNet-2" (2026). ONNX operator set 27, ``LinearAttention``.
 
     Examples
     --------
@@ -289,28 +312,32 @@ def linear_recurrence_vjp(
         Same library, dtype and device.
     value : array, (..., L, e)
         Same library, dtype and device.
-    update_rule, log_decay, beta, scale, initial_state, chunk_size, cu_seqlens
+    update_rule, log_decay, beta, erase_key, read_key, key_mask, key_lengths, scale
         As for :func:`linear_recurrence`.
-    return_state : bool, optional
-        The first result is then the tuple ``(output, state)``. Default False.
+    initial_state, chunk_size, cu_seqlens
+        As for :func:`linear_recurrence`.
+    return_state, return_states_every : optional
+        As for :func:`linear_recurrence`, whose results are then the first result, a tuple.
 
     Returns
     -------
     output : array, (..., L, e)
         What :func:`linear_recurrence` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output, grad_state=None)`` returns the gradients by query, key, value,
-        ``log_decay``, ``beta`` and ``initial_state``, in this order, for the arguments that were
-        given. ``grad_output``, (..., L, e), is the derivative of the loss by ``output``.
-        ``grad_state``, only with ``return_state``, is its derivative by ``state``. Each gradient
-        has the shape, dtype and device of its argument, summed over axes along which the argument
-        was broadcast. The pullback may be called more than once.
+        ``pullback(grad_output, grad_state=None, grad_states=None)`` returns the gradients by query,
+        key, value, ``log_decay``, ``beta``, ``erase_key``, ``read_key`` and ``initial_state``, in
+        this order, for the arguments that were given. ``grad_output``, (..., L, e), is the
+        derivative of the loss by ``output``. ``grad_state``, only with ``return_state``, is its
+        derivative by ``state``; ``grad_states``, only with ``return_states_every``, a list of its
+        derivatives by ``states``, each an array or None. Each gradient has the shape, dtype and
+        device of its argument, summed over axes along which the argument was broadcast, and is 0
+        for masked tokens. The pullback may be called more than once.
 
     Raises
     ------
     TypeError, ValueError
         As :func:`linear_recurrence`. In the pullback: a cotangent has another shape, dtype or
-        library, or ``grad_state`` is given without ``return_state``.
+        library, or the gradient of a state is given that was not returned.
 
     See Also
     --------
@@ -447,8 +474,12 @@ def recurrence_step(
         As for :func:`linear_recurrence`.
     log_decay : array, (...) or (..., d), optional
         One number, with one axis fewer than ``key``, or one number per key channel.
-    beta : array, (...), optional
-        With one axis fewer than ``key``.
+    beta : array, (...), or (..., d) for "dplr", optional
+        With one axis fewer than ``key``, or one number per key channel.
+    erase_key, read_key : array, (..., d), optional
+        As for :func:`linear_recurrence`.
+    key_mask : boolean array, (...), optional
+        Where it is False, the state stays as it is, and the output reads it.
 
     Returns
     -------

@@ -109,13 +109,17 @@ def _softmax_shapes(named: Named, _: Call) -> list[Any]:
 def _solve_recurrence(named: Named, call: Call, _: int) -> list[Array]:
     answer: Any = recurrences.linear_recurrence(**{**call.constants, **named})
     if call.constants["return_states_every"] is not None:
-        return [*answer[:-1], *answer[-1]]
+        # One array: two results have gradients.
+        states = [*answer[1:-1], *answer[-1]]
+        return [answer[0], torch.stack(states)] if states else [answer[0]]
     return [*answer] if call.constants["return_state"] else [answer]
 
 
 def _pull_recurrence(named: Named, _: Any, cotangents: Any, call: Call, length: int) -> Named:
     pullback = recurrences.linear_recurrence_vjp(**{**call.constants, **named})[1]
     grad_output, *rest = cotangents
+    if call.constants["return_states_every"] is not None:
+        rest = [grad for grads in rest for grad in grads]
     grad_state = rest.pop(0) if call.constants["return_state"] else None
     names = [name for name in (*Recurrence.TOKENS, "initial_state") if name in named]
     return dict(zip(names, pullback(grad_output, grad_state, rest or None), strict=True))
@@ -132,12 +136,14 @@ def _recurrence_shapes(named: Named, call: Call) -> list[Any]:
     state_lead = torch.broadcast_shapes(*leads)
     lead, e = torch.broadcast_shapes(query.shape[:-2], state_lead), value.shape[-1]
     shapes = [((*lead, query.shape[-2], e), query.dtype)]
-    if call.constants["return_state"]:
-        front = state_lead if borders is None else (len(borders) - 1, *state_lead)
+    interval = call.constants["return_states_every"]
+    if interval is not None:
+        count = int(call.constants["return_state"]) + key.shape[-2] // interval
+    else:
+        count = 1 if borders is None else len(borders) - 1
+    if call.constants["return_state"] or (interval is not None and count):
+        front = state_lead if interval is None and borders is None else (count, *state_lead)
         shapes.append(((*front, key.shape[-1], e), _accumulation_dtype(named, call)))
-    if (interval := call.constants["return_states_every"]) is not None:
-        state = ((*state_lead, key.shape[-1], e), _accumulation_dtype(named, call))
-        shapes += [state] * (key.shape[-2] // interval)
     return shapes
 
 

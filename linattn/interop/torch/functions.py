@@ -295,6 +295,8 @@ def linear_recurrence(
         "cu_seqlens": cu_seqlens,
     }
     output, *states = run("recurrence", arrays, constants)
+    if return_states_every is not None:
+        states = [state for stacked in states for state in stacked]
     extra = [states.pop(0)] if return_state else []
     extra += [] if return_states_every is None else [states]
     return (output, *extra) if extra else output
