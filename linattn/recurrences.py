@@ -193,7 +193,7 @@ def linear_recurrence(
     Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (2024), section 3; Yang et al., "Gated Delta Networks" (2024), section 3.3; Yang et al., "Gated
     Linear Attention Transformers with Hardware-Efficient Training" (2023), section 4; Dao and Gu,
-    "Transformers are SSMs" (2024). "dplr": Peng et al., "RWKV-7" (2025), eq. 17; Hatamizadeh et al.,
+    "Transformers are SSMs" (2024). "dplr": Peng et al., "RWKV-7" (2025); Hatamizadeh et al.,
     "Gated DeltaNet-2" (2026). ONNX operator set 27, ``LinearAttention``.
 
     Examples
