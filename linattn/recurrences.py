@@ -222,6 +222,9 @@ def linear_recurrence(
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
+    if return_states_every is None:
+        output, state = attend(problem)
+        return (output, state) if return_state else output
     output, states, *_ = solve_parts(parts_of(problem, return_states_every), attend)
     return _results(output, states, return_state, problem, return_states_every)
 

@@ -28,24 +28,18 @@ def parts_of(problem: Recurrence, interval: Any) -> list[Recurrence]:
     return [tokens_of(problem, slice(i, min(i + interval, length))) for i in starts]
 
 
-def solve_parts(
-    parts: list[Recurrence], solve: Callable[[Recurrence], Any]
-) -> tuple[Array, list[Array], list[Recurrence], list[Any]]:
+def solve_parts(parts: list[Recurrence], solve: Callable[[Recurrence], Any]) -> Any:
     """Return the output, the states after all parts, and the parts after their states.
 
-    Last come the third results of ``solve``, None if it has two.
+    Last come lists of what else ``solve`` returns of each.
     """
-    outputs: list[Array] = []
-    states: list[Array] = []
-    solved: list[Recurrence] = []
-    others: list[Any] = []
+    found: list[Any] = []
     for part in parts:
-        solved.append(replace(part, initial_state=states[-1]) if states else part)
-        output, state, *rest = solve(solved[-1])
-        outputs.append(output)
-        states.append(state)
-        others.append(rest[0] if rest else None)
-    return joined(outputs), states, solved, others
+        solved = replace(part, initial_state=found[-1][1]) if found else part
+        output, state, *before = solve(solved)
+        found.append((output, state, solved, before))
+    outputs, *others = map(list, zip(*found, strict=True))
+    return joined(outputs), *others
 
 
 def pull_back_parts(
@@ -63,7 +57,7 @@ def pull_back_parts(
         grad_state = sum(given[1:], given[0]) if given else None
         start = stop - parts[i].key.shape[-2]
         *tokens, grad_state = pull_back(
-            parts[i], before[i], grad_output[..., start:stop, :], grad_state
+            parts[i], before[i][0], grad_output[..., start:stop, :], grad_state
         )
         found.append(tokens)
         stop = start

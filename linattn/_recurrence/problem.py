@@ -101,10 +101,13 @@ def recurrence_problem(
     if update_rule not in RULES:
         raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}")
     keys = {"erase_key": erase_key, "read_key": read_key}
-    for name, array in ({"log_decay": log_decay, "beta": beta} | keys).items():
-        _check_given(name, array, update_rule)
+    for name, array in (("log_decay", log_decay), ("beta", beta), *keys.items()):
+        if (array is not None) != (update_rule in NEEDED[name]):
+            _check_missing(name, array, update_rule)
     (length, dim), value_dim = key.shape[-2:], value.shape[-1]
-    mask = mask_of(key, key_mask, key_lengths, cu_seqlens)
+    mask = None
+    if key_mask is not None or key_lengths is not None:
+        mask = mask_of(key, key_mask, key_lengths, cu_seqlens)
     leads = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
     if log_decay is not None:
         log_decay = _checks.check_log_decay(log_decay, key, by_channel=True, mask=mask)
@@ -114,7 +117,12 @@ def recurrence_problem(
         beta = _checks.check_token_numbers("beta", beta, key, by_channel=by_channel)
         leads["beta"] = tuple(beta.shape[:-2])
     for name in keys if read_key is not None else ():
-        keys[name] = _check_second_key(name, keys[name], key)
+        keys[name] = _checks.check_like_key(name, keys[name], key)
+        if tuple(keys[name].shape[-2:]) != (length, dim):
+            raise ValueError(
+                f"{name} must have the length and dim of key, shape (..., {length}, {dim}), got "
+                f"{tuple(keys[name].shape)}"
+            )
         leads[name] = tuple(keys[name].shape[:-2])
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
@@ -150,20 +158,8 @@ def recurrence_problem(
     )
 
 
-def _check_second_key(name: str, array: Any, key: Array) -> Array:
-    array = _checks.check_like_key(name, array, key)
-    if array.ndim < 2 or tuple(array.shape[-2:]) != tuple(key.shape[-2:]):
-        raise ValueError(
-            f"{name} must have the length and dim of key, shape (..., {key.shape[-2]}, "
-            f"{key.shape[-1]}), got {tuple(array.shape)}"
-        )
-    return array
-
-
-def _check_given(name: str, array: Any, update_rule: str) -> None:
-    if (name, update_rule) in OPTIONAL:
-        return
-    if (array is not None) != (update_rule in NEEDED[name]):
+def _check_missing(name: str, array: Any, update_rule: str) -> None:
+    if (name, update_rule) not in OPTIONAL:
         wanted = "given" if array is None else "None"
         came = "None" if array is None else "an array"
         raise ValueError(f"{name} must be {wanted} for update_rule={update_rule!r}, got {came}")

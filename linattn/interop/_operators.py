@@ -14,14 +14,12 @@ def recurrence(problem: Recurrence) -> tuple[Array, Array] | Declined:
     """Write ``LinearAttention``, whose arrays are ``(batch, length, heads * dim)``."""
     if problem.query.dtype != ndonnx.float32 or problem.dtype != ndonnx.float32:
         return Declined("the operator accumulates in float32")
-    if problem.scale == 0:
-        return Declined("a scale of 0 is the default of the operator")
     lead, (length, d), e = problem.lead, problem.key.shape[-2:], problem.value.shape[-1]
     of_state = (1,) * (len(lead) - len(problem.state_lead)) + problem.state_lead
     # Queries along an axis that no state has share a head of the state.
     shared = [axis for axis, n in enumerate(of_state) if n < lead[axis]]
-    if 0 in shared:
-        return Declined("the states have no axis of batches")
+    if 0 in shared or problem.scale == 0:
+        return Declined("states have no axis of batches, or the scale is 0, ONNX's default")
     order = [axis for axis in range(len(lead)) if axis not in shared] + shared
     batch = lead[0] if lead else 1
     kv_heads, q_heads = prod(of_state[1:]), prod(lead[1:])

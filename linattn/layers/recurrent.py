@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import array_api_compat
 
@@ -29,9 +29,6 @@ __all__ = [
     "gated_rms_norm",
     "gated_rms_norm_vjp",
 ]
-
-
-GateActivation: TypeAlias = Literal["silu", "sigmoid"]
 
 
 @takes()
@@ -165,9 +162,8 @@ def _convolved(params: Params, padded: Array, *, activation: str | None) -> Resu
     xp, weight = check_pair(part, "weight", padded, k)
     length = padded.shape[-2] - k + 1
     views = [padded[..., j : j + length, :] for j in range(k)]
-    out = sum(
-        (view * weight[:, 0, j] for j, view in enumerate(views[1:], 1)), views[0] * weight[:, 0, 0]
-    )
+    terms = [view * weight[:, 0, j] for j, view in enumerate(views)]
+    out = sum(terms[1:], terms[0])
     if "bias" in part:
         out = out + check_pair(part, "bias", padded)[1]
     derivative = None
@@ -186,8 +182,8 @@ def _convolved(params: Params, padded: Array, *, activation: str | None) -> Resu
             grads["bias"] = xp.sum(all_tokens(grad), axis=0)
         edge = xp.zeros_like(padded[..., : k - 1, :])
         wide = xp.concat([edge, grad, edge], axis=-2)
-        rows = padded.shape[-2]
-        parts = [wide[..., k - 1 - j :, :][..., :rows, :] * weight[:, 0, j] for j in range(k)]
+        cuts = [slice(k - 1 - j, 2 * k - 2 - j + length) for j in range(k)]
+        parts = [wide[..., cut, :] * weight[:, 0, j] for j, cut in enumerate(cuts)]
         return grads, sum(parts[1:], parts[0])
 
     return out, pullback
@@ -199,7 +195,7 @@ def gated_rms_norm(
     x: Array,
     gate: Array,
     *,
-    activation: GateActivation = "silu",
+    activation: Literal["silu", "sigmoid"] = "silu",
     gate_first: bool = False,
     num_groups: int = 1,
     eps: float = 1e-6,
@@ -262,7 +258,7 @@ def gated_rms_norm_vjp(
     x: Array,
     gate: Array,
     *,
-    activation: GateActivation = "silu",
+    activation: Literal["silu", "sigmoid"] = "silu",
     gate_first: bool = False,
     num_groups: int = 1,
     eps: float = 1e-6,
@@ -343,8 +339,7 @@ def _gated(
 
     def pullback(grad_output: Array) -> tuple[dict[str, Array], Array]:
         _checks.check_cotangent("grad_output", grad_output, "output", tuple(x.shape), x)
-        grad = grad_output if gate_first else grad_output * factor
-        grad = xp.reshape(grad, shape)
+        grad = xp.reshape(grad_output if gate_first else grad_output * factor, shape)
         of_weight = xp.sum(all_tokens(xp.reshape(grad * normal, tuple(x.shape))), axis=0)
         _, grad = pull_norm(grad * weights)
         grad = xp.reshape(grad, tuple(x.shape))

@@ -465,10 +465,7 @@ class Recurrence:
     erase_key: Array | None = None
     read_key: Array | None = None
 
-    TOKENS: ClassVar = (
-        *("query", "key", "value", "log_decay", "beta"),
-        *("erase_key", "read_key"),
-    )
+    TOKENS: ClassVar = ("query", "key", "value", "log_decay", "beta", "erase_key", "read_key")
     """Names of the arrays with one row for each token, in the order of their gradients."""
 
     @property

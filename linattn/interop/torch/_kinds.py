@@ -137,12 +137,10 @@ def _recurrence_shapes(named: Named, call: Call) -> list[Any]:
     lead, e = torch.broadcast_shapes(query.shape[:-2], state_lead), value.shape[-1]
     shapes = [((*lead, query.shape[-2], e), query.dtype)]
     interval = call.constants["return_states_every"]
+    front = state_lead if borders is None else (len(borders) - 1, *state_lead)
     if interval is not None:
-        count = int(call.constants["return_state"]) + key.shape[-2] // interval
-    else:
-        count = 1 if borders is None else len(borders) - 1
-    if call.constants["return_state"] or (interval is not None and count):
-        front = state_lead if interval is None and borders is None else (count, *state_lead)
+        front = (int(call.constants["return_state"]) + key.shape[-2] // interval, *state_lead)
+    if call.constants["return_state"] or (interval is not None and front[0]):
         shapes.append(((*front, key.shape[-1], e), _accumulation_dtype(named, call)))
     return shapes
 
