@@ -373,28 +373,25 @@ def linear_recurrence_vjp(
     [(8, 100, 16), (8, 100, 16), (8, 100, 16), (8, 100)]
     """
     return_state = _checks.check_flag("return_state", return_state)
+    given = {
+        **{"log_decay": log_decay, "beta": beta, "erase_key": erase_key, "read_key": read_key},
+        "initial_state": initial_state,
+    }
     problem = recurrence_problem(
         (query, key, value),
         update_rule=update_rule,
-        log_decay=log_decay,
-        beta=beta,
-        erase_key=erase_key,
-        read_key=read_key,
         key_mask=key_mask,
         key_lengths=key_lengths,
         scale=scale,
-        initial_state=initial_state,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
+        **given,
     )
     parts = parts_of(problem, return_states_every)
     output, states, parts, before = solve_parts(parts, solve_for_pullback)
     results = _results(output, states, return_state, problem, return_states_every)
     mask = mask_of(problem.key, key_mask, key_lengths)
-    given = {
-        **{"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta},
-        **{"erase_key": erase_key, "read_key": read_key, "initial_state": initial_state},
-    }
+    arguments = {"query": query, "key": key, "value": value} | given
 
     @_arrays.on_array_device
     def pullback(
@@ -405,35 +402,37 @@ def linear_recurrence_vjp(
         _checks.check_cotangent(
             "grad_output", grad_output, "output", tuple(output.shape), problem.query
         )
-        shape = tuple(states[-1].shape)
-        if grad_state is not None:
-            if not return_state:
-                raise ValueError("grad_state must be None without return_state=True, got an array")
-            _checks.check_cotangent("grad_state", grad_state, "state", shape, states[-1])
-        on_the_way = [] if return_states_every is None else results[-1]
-        if grad_states is not None and len(grad_states) != len(on_the_way):
-            raise ValueError(
-                f"grad_states must have an array or None for each of the {len(on_the_way)} states "
-                f"of return_states_every, got {len(grad_states)}"
-            )
-        for i, each in enumerate(grad_states or ()):
-            if each is not None:
-                _checks.check_cotangent(f"grad_states[{i}]", each, "a state", shape, states[-1])
+        if grad_state is not None and not return_state:
+            raise ValueError("grad_state must be None without return_state=True, got an array")
+        count = 0 if return_states_every is None else len(results[-1])
+        _check_grad_states(grad_state, grad_states, states[-1], count)
         found = pull_back_parts(parts, before, grad_output, grad_state, grad_states or ())
         gradients = dict(zip((*problem.TOKENS, "initial_state"), found, strict=True))
         if update_rule == "dplr" and beta is not None:
-            rates = beta if beta.ndim == key.ndim else beta[..., None]
             rates = beta if beta.ndim == key.ndim else beta[..., None]
             of_product = gradients["erase_key"]
             wide = [problem.xp.astype(x, problem.dtype) for x in (erase_key, rates)]
             gradients["beta"], gradients["erase_key"] = (of_product * x for x in wide)
         return tuple(
             _like_argument(name, gradients[name], argument, mask, key.ndim)
-            for name, argument in given.items()
+            for name, argument in arguments.items()
             if argument is not None
         )
 
     return results, pullback
+
+
+def _check_grad_states(grad_state: Any, grad_states: Any, state: Array, count: int) -> None:
+    """Check the gradients of the last state, and of as many states on the way."""
+    if grad_states is not None and len(grad_states) != count:
+        raise ValueError(
+            f"grad_states must have an array or None for each of the {count} states of "
+            f"return_states_every, got {len(grad_states)}"
+        )
+    names = ["grad_state", *(f"grad_states[{i}]" for i in range(count))]
+    for name, grad in zip(names, (grad_state, *(grad_states or ())), strict=False):
+        if grad is not None:
+            _checks.check_cotangent(name, grad, "a state", tuple(state.shape), state)
 
 
 def _like_argument(

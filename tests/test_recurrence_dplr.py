@@ -9,6 +9,7 @@ The tests of all rules, in test_recurrences.py, run it too.
 from __future__ import annotations
 
 import importlib.util
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -121,10 +122,7 @@ def function_of_fla(path, name):
     if file is None or not file.exists():
         pytest.skip("flash-linear-attention is not installed")
     pytest.importorskip("einops", reason="einops is not installed")
-    spec = importlib.util.spec_from_file_location("naive", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    return runpy.run_path(str(file))[name]
 
 
 def by_fla(model, given, query, torch):

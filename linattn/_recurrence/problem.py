@@ -76,20 +76,18 @@ def recurrence_problem(
     tokens: Iterable[Any],
     *,
     update_rule: Any,
-    log_decay: Any,
-    beta: Any,
     scale: Any,
     initial_state: Any,
-    erase_key: Any = None,
-    read_key: Any = None,
     key_mask: Any = None,
     key_lengths: Any = None,
     chunk_size: Any = None,
     cu_seqlens: Any = None,
+    **numbers: Any,
 ) -> Recurrence:
     """Check the arguments of a recurrence; ``tokens`` are query, key and value.
 
-    A token that is masked changes no state: its arrays are 0 but for the query.
+    A token that is masked changes no state: its arrays are 0 but for the query. ``numbers`` are the
+    other arrays with rows of tokens.
     """
     query, key, value = tokens
     xp, (query, key, value) = _checks.check_arrays(query=query, key=key, value=value)
@@ -98,46 +96,22 @@ def recurrence_problem(
             f"query, key and value must have one length, and query and key one dim, got shapes "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    if update_rule not in RULES:
-        raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}")
-    keys = {"erase_key": erase_key, "read_key": read_key}
-    for name, array in (("log_decay", log_decay), ("beta", beta), *keys.items()):
-        if (array is not None) != (update_rule in NEEDED[name]):
-            _check_missing(name, array, update_rule)
-    (length, dim), value_dim = key.shape[-2:], value.shape[-1]
     mask = None
     if key_mask is not None or key_lengths is not None:
         mask = mask_of(key, key_mask, key_lengths, cu_seqlens)
-    leads = {"key": tuple(key.shape[:-2]), "value": tuple(value.shape[:-2])}
-    if log_decay is not None:
-        log_decay = _checks.check_log_decay(log_decay, key, by_channel=True, mask=mask)
-        leads["log_decay"] = tuple(log_decay.shape[:-2])
-    if beta is not None:
-        by_channel = update_rule == "dplr"
-        beta = _checks.check_token_numbers("beta", beta, key, by_channel=by_channel)
-        leads["beta"] = tuple(beta.shape[:-2])
-    for name in keys if read_key is not None else ():
-        keys[name] = _checks.check_like_key(name, keys[name], key)
-        if tuple(keys[name].shape[-2:]) != (length, dim):
-            raise ValueError(
-                f"{name} must have the length and dim of key, shape (..., {length}, {dim}), got "
-                f"{tuple(keys[name].shape)}"
-            )
-        leads[name] = tuple(keys[name].shape[:-2])
+    given = {"key": key, "value": value} | _checked_numbers(numbers, update_rule, key, mask)
+    (length, dim), value_dim = key.shape[-2:], value.shape[-1]
+    leads = {name: tuple(x.shape[:-2]) for name, x in given.items()}
     settings = _settings.current_settings()
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
     if initial_state is not None:
         initial_state = _check_state("initial_state", initial_state, (dim, value_dim), dtype, key)
         leads["initial_state"] = tuple(initial_state.shape[:-2])
     if mask is not None:
-        key, value, beta, *others = (
-            None if x is None else xp.where(mask, x, xp.zeros_like(x))
-            for x in (key, value, beta, *keys.values())
-        )
-        keys = dict(zip(keys, others, strict=True))
-    if update_rule == "dplr" and beta is not None:
-        rates, erase = (xp.astype(x, dtype, copy=False) for x in (beta, keys["erase_key"]))
-        keys["erase_key"], beta = rates * erase, None
+        given = {name: xp.where(mask, x, xp.zeros_like(x)) for name, x in given.items()}
+    if update_rule == "dplr" and "beta" in given:
+        rates = xp.astype(given.pop("beta"), dtype, copy=False)
+        given["erase_key"] = rates * xp.astype(given["erase_key"], dtype, copy=False)
     borders = None
     if cu_seqlens is not None:
         borders = _checks.check_cu_seqlens(cu_seqlens, length).tolist()
@@ -148,21 +122,45 @@ def recurrence_problem(
     lead = _checks.check_leading_axes(query=tuple(query.shape[:-2]), **leads)
     scale = dim**-0.5 if scale is None else _checks.check_finite_number("scale", scale)
     if chunk_size is None:
-        is_solved = beta is not None or read_key is not None
+        is_solved = "beta" in given or "read_key" in given
         chunk_size = min(max(dim // 2, MIN_SOLVED), MAX_SOLVED) if is_solved else MAX_CHUNK
     chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
+    tokens = (given.pop(name, None) for name in ("key", "value", "log_decay", "beta"))
     return Recurrence(
-        *(xp, query, key, value, log_decay, beta, initial_state),
+        *(xp, query, *tokens, initial_state),
         *(scale, dtype, state_lead, lead, chunk_size, settings.num_threads, borders),
-        **keys,
+        **given,
     )
 
 
-def _check_missing(name: str, array: Any, update_rule: str) -> None:
-    if (name, update_rule) not in OPTIONAL:
-        wanted = "given" if array is None else "None"
-        came = "None" if array is None else "an array"
-        raise ValueError(f"{name} must be {wanted} for update_rule={update_rule!r}, got {came}")
+def _checked_numbers(
+    given: dict[str, Any], update_rule: Any, key: Array, mask: Array | None
+) -> dict[str, Array]:
+    """Check the arrays that a rule has beside tokens; return those that are given."""
+    if update_rule not in RULES:
+        raise ValueError(f"update_rule must be one of {', '.join(RULES)}, got {update_rule!r}")
+    found = {}
+    for name, rules in NEEDED.items():
+        array = given.get(name)
+        if (array is not None) != (update_rule in rules) and (name, update_rule) not in OPTIONAL:
+            wanted = "given" if array is None else "None"
+            came = "None" if array is None else "an array"
+            raise ValueError(f"{name} must be {wanted} for update_rule={update_rule!r}, got {came}")
+        if array is None:
+            continue
+        if name == "log_decay":
+            found[name] = _checks.check_log_decay(array, key, by_channel=True, mask=mask)
+        elif name == "beta":
+            by_channel = update_rule == "dplr"
+            found[name] = _checks.check_token_numbers("beta", array, key, by_channel=by_channel)
+        else:
+            found[name] = _checks.check_like_key(name, array, key)
+            if tuple(array.shape[-2:]) != tuple(key.shape[-2:]):
+                raise ValueError(
+                    f"{name} must have the length and dim of key, {tuple(key.shape[-2:])}, for its "
+                    f"last two axes, got shape {tuple(array.shape)}"
+                )
+    return found
 
 
 def _check_packed_state(state: Array, count: int) -> None:
