@@ -125,9 +125,10 @@ def recurrence_problem(
         is_solved = "beta" in given or "read_key" in given
         chunk_size = min(max(dim // 2, MIN_SOLVED), MAX_SOLVED) if is_solved else MAX_CHUNK
     chunk_size = _checks.check_positive_int("chunk_size", chunk_size)
-    tokens = (given.pop(name, None) for name in ("key", "value", "log_decay", "beta"))
+    names = ("key", "value", "log_decay", "beta")
+    key, value, log_decay, beta = (given.pop(name, None) for name in names)
     return Recurrence(
-        *(xp, query, *tokens, initial_state),
+        *(xp, query, key, value, log_decay, beta, initial_state),
         *(scale, dtype, state_lead, lead, chunk_size, settings.num_threads, borders),
         **given,
     )
