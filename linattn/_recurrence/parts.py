@@ -38,8 +38,8 @@ def solve_parts(parts: list[Recurrence], solve: Callable[[Recurrence], Any]) -> 
         solved = replace(part, initial_state=found[-1][1]) if found else part
         output, state, *before = solve(solved)
         found.append((output, state, solved, before))
-    outputs, *others = map(list, zip(*found, strict=True))
-    return joined(outputs), *others
+    outputs, *of_parts = map(list, zip(*found, strict=True))
+    return joined(outputs), *of_parts
 
 
 def pull_back_parts(

@@ -434,8 +434,8 @@ def _recurrence_in_chunks(options: Any) -> tuple[Any, Any]:
     def chunks_of(arrays: Any) -> tuple[_chunks.Chunks, Any]:
         arrays = jax.tree.map(as_jax, arrays)
         qkv = [arrays[name] for name in ("query", "key", "value")]
-        others = (*Recurrence.TOKENS[3:], "initial_state")
-        gates = {name: arrays.get(name) for name in others}
+        beside = (*Recurrence.TOKENS[3:], "initial_state")
+        gates = {name: arrays.get(name) for name in beside}
         problem = recurrence_problem(qkv, cu_seqlens=None, **numbers, **gates)
         names = [name for name in Recurrence.TOKENS if name in arrays]
 
