@@ -491,10 +491,17 @@ def check_token_numbers(name: str, numbers: Any, key: Array, *, by_channel: bool
     return array if array.shape == shape else namespace(array).broadcast_to(array, shape)
 
 
-def check_log_decay(log_decay: Any, key: Array, *, by_channel: bool = False) -> Array:
-    """Check log decays (at most 0, if values can be inspected); return ``(..., L, 1 or d)``."""
+def check_log_decay(
+    log_decay: Any, key: Array, *, by_channel: bool = False, mask: Array | None = None
+) -> Array:
+    """Check log decays (at most 0, if values can be inspected); return ``(..., L, 1 or d)``.
+
+    Where ``mask``, ``(..., L, 1)``, is False they are replaced by 0.
+    """
     array = check_token_numbers("log_decay", log_decay, key, by_channel=by_channel)
     xp = namespace(array)
+    if mask is not None:
+        array = xp.where(mask, array, xp.zeros_like(array))
     if not is_lazy(array) and bool(xp.any(array > 0)):
         raise ValueError(
             f"log_decay must be at most 0, got {float(xp.max(array)):.3g}: it is the logarithm of "

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn import _arrays, _generic, _settings
-from linattn.typing import Declined, Problem, WholeTier
+from linattn.typing import Declined, Problem, Recurrence, WholeTier
 
 GROUP = "linattn.backends"
 
@@ -109,6 +109,8 @@ class _Mode(NamedTuple):
 
     backends: bool = True
     report: Explanation | None = None
+    of_onnx: ModuleType | None = None
+    """Backend of ndonnx, while a model is exported."""
 
 
 DEFAULT = _Mode()
@@ -128,6 +130,11 @@ def without_backends() -> AbstractContextManager[Any]:
     ...     pass
     """
     return _settings.changed(_mode, backends=False)
+
+
+def with_operators(module: ModuleType | None) -> AbstractContextManager[Any]:
+    """Let a module answer as the backend of ndonnx's arrays inside a ``with`` block."""
+    return _settings.changed(_mode, of_onnx=module)
 
 
 @contextmanager
@@ -206,6 +213,8 @@ def _load(module_name: str) -> ModuleType:
 def _backend(xp: ModuleType, mode: _Mode) -> ModuleType | None:
     if not mode.backends:
         return None
+    if mode.of_onnx is not None and _arrays.library_name(xp) == "ndonnx":
+        return mode.of_onnx
     module_name = _entry_points().get(_arrays.library_name(xp))
     return None if module_name is None else _load(module_name)
 
@@ -302,7 +311,7 @@ def _functions_found(xp: ModuleType, module: ModuleType | None, mode: _Mode) -> 
     return BlockFunctions(xp)
 
 
-def whole_function(name: str, problem: Problem) -> Callable[..., Any] | None:
+def whole_function(name: str, problem: Problem | Recurrence) -> Callable[..., Any] | None:
     """Return a function of the backend's whole tier, or None where it has none for this problem.
 
     A backend older than a modifier of weights would ignore it, so such a backend is skipped.

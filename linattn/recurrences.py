@@ -7,19 +7,25 @@ from typing import Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
-from linattn._recurrence.problem import recurrence_problem
-from linattn._recurrence.walk import attend, pull_back, solve_for_pullback, step
-from linattn.typing import Array, ArrayT
+from linattn._recurrence.parts import parts_of, pull_back_parts, solve_parts
+from linattn._recurrence.problem import mask_of, recurrence_problem
+from linattn._recurrence.walk import attend, solve_for_pullback, step
+from linattn.typing import Array, ArrayT, Recurrence
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
 
-UpdateRule: TypeAlias = Literal["linear", "gated", "delta", "gated_delta"]
+UpdateRule: TypeAlias = Literal["linear", "gated", "delta", "gated_delta", "dplr"]
 Pullback: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 class _Options(TypedDict, total=False):
     log_decay: Array | None
     beta: Array | None
+    erase_key: Array | None
+    read_key: Array | None
+    key_mask: Array | None
+    key_lengths: Any
+    return_states_every: int | None
     scale: float | None
     initial_state: Array | None
     chunk_size: int | None
@@ -71,9 +77,14 @@ def linear_recurrence(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Any:
@@ -84,10 +95,17 @@ def linear_recurrence(
         o_t = s \, S_t^T q_t
 
     The delta rules have ``r_t = (diag(e^{g_t}) S_{t-1})^T k_t``: they write the difference between
-    the value and the state's answer for the key. The other rules have ``r_t = 0, beta_t = 1``.
-    Rules without a gate have ``g_t = 0``. There is no feature map and no denominator. Letters:
-    ``L`` tokens, ``d`` dim, ``e`` value dim, ``s`` scale. Leading axes ``...`` (batch, heads)
-    broadcast: grouped queries are a key and a value with a heads axis of 1.
+    the value and the state's answer for the key. The linear and gated rules have ``r_t = 0,
+    beta_t = 1``. Rules without a gate have ``g_t = 0``. The general rule "dplr" (diagonal plus low
+    rank) reads and erases along keys of its own:
+
+    .. math::
+        S_t = \left( \mathrm{diag}(e^{g_t}) - (\beta_t \odot a_t) b_t^T \right) S_{t-1}
+        + k_t v_t^T
+
+    There is no feature map and no denominator. Letters: ``L`` tokens, ``d`` dim, ``e`` value dim,
+    ``s`` scale. Leading axes ``...`` (batch, heads) broadcast: grouped queries are a key and a
+    value with a heads axis of 1.
 
     Parameters
     ----------
@@ -98,21 +116,32 @@ def linear_recurrence(
         ``beta |k|^2`` is above 2.
     value : array, (..., L, e)
         Same library, dtype and device.
-    update_rule : {"linear", "gated", "delta", "gated_delta"}
-        As ONNX's ``LinearAttention`` names them.
+    update_rule : {"linear", "gated", "delta", "gated_delta", "dplr"}
+        The first four as ONNX's ``LinearAttention`` names them.
     log_decay : array, (..., L) or (..., L, d), optional
-        g, at most 0, of any floating dtype; the gated rules need it. One number per token (with
-        fewer axes than ``key``) or one per key channel (with as many axes); axes of 1 broadcast. It
-        acts before the token is written. -inf forgets everything. In a padded batch set key, value,
-        ``log_decay`` and ``beta`` of the padding to 0, which leaves the state unchanged.
-    beta : array, (..., L), optional
-        The delta rules need it; in [0, 2] by convention. Shaped like ``log_decay`` per token.
+        g, at most 0, of any floating dtype. The gated rules need it, "dplr" may have it. One number
+        per token (with fewer axes than ``key``) or one per key channel (with as many axes); axes of
+        1 broadcast. It acts before the token is written. -inf forgets everything.
+    beta : array, (..., L), or (..., L, d) for "dplr", optional
+        The delta rules need it; in [0, 2] by convention. "dplr" may have it, default 1. Shaped like
+        ``log_decay``.
+    erase_key, read_key : array, (..., L, d), optional
+        a and b, which "dplr" needs, of any floating dtype. The state must not grow: with norms
+        ``|beta * a| |b|`` of at most 1 and a along b it does not.
+    key_mask : boolean array, (L,) or key.shape[:-1] with axes of 1, optional
+        True = a token that counts. A masked token leaves the state unchanged, even if its key,
+        value, decay or beta is NaN. Its output reads that state.
+    key_lengths : int or integer array, key.shape[:-2] with axes of 1, optional
+        How many leading tokens count; the others are masked. Not with `cu_seqlens`.
     scale : float, optional
         s; default ``1 / sqrt(d)``, as in ONNX and flash-linear-attention.
     initial_state : array, (..., d, e), optional
         S before the first token, in the accumulation dtype. Default zeros.
     return_state : bool, optional
         Also return S after the last token. Default False.
+    return_states_every : int, optional
+        c: also return, as the last result, a list of the L // c states after c, 2 c, ... tokens.
+        Sequences can continue from each of them. Not with `cu_seqlens`. Default: none.
     chunk_size : int, optional
         Tokens in a chunk, rounded up to a power of two; a backend may take fewer. Default 64; for
         the delta rules d / 2, but between 16 and 32: longer chunks lose digits.
@@ -127,14 +156,16 @@ def linear_recurrence(
     state : array, (..., d, e)
         Only with ``return_state``: float64 for float64 inputs, else float32, with the broadcast
         leading axes of all arrays except the query.
+    states : list of array, (..., d, e)
+        Only with ``return_states_every``.
 
     Raises
     ------
     TypeError
         Not arrays of one library, or not floating.
     ValueError
-        Shapes, dtypes or devices do not fit; the rule is unknown; the rule needs a ``log_decay`` or
-        ``beta`` that is missing, or has none; ``log_decay`` is above 0.
+        Shapes, dtypes or devices do not fit; the rule is unknown; the rule needs an argument that
+        is missing, or does not take one; ``log_decay`` is above 0 where tokens count.
 
     See Also
     --------
@@ -151,7 +182,9 @@ def linear_recurrence(
 
     A chunk of the delta rules is a unit lower triangular system, inverted from the inverses of its
     halves. No factor inside a chunk is above 1, whatever the gates. Results do not depend on the
-    chunk size, to rounding, and agree with `recurrence_step`. Without a backend, what is left of a
+    chunk size, to rounding, and agree with `recurrence_step`. States on the way divide the sequence
+    into parts, which are solved one after the other. "dplr" has no code of NumPy's backend; it
+    takes 3 times as long as "gated_delta", or less. Without a backend, what is left of a
     token or state after a decay within a chunk counts as 0 below 2^-40 of it (float64: 2^-400).
     NaN and infinity may reach other tokens of their chunk.
 
@@ -160,7 +193,8 @@ def linear_recurrence(
     Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (2024), section 3; Yang et al., "Gated Delta Networks" (2024), section 3.3; Yang et al., "Gated
     Linear Attention Transformers with Hardware-Efficient Training" (2023), section 4; Dao and Gu,
-    "Transformers are SSMs" (2024). ONNX operator set 27, ``LinearAttention``.
+    "Transformers are SSMs" (2024). "dplr": Peng et al., "RWKV-7" (2025); Hatamizadeh et al.,
+    "Gated DeltaNet-2" (2026). ONNX operator set 27, ``LinearAttention``.
 
     Examples
     --------
@@ -179,13 +213,34 @@ def linear_recurrence(
         update_rule=update_rule,
         log_decay=log_decay,
         beta=beta,
+        erase_key=erase_key,
+        read_key=read_key,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
         scale=scale,
         initial_state=initial_state,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
     )
-    output, state = attend(problem)
-    return (output, state) if return_state else output
+    if return_states_every is None:
+        output, state = attend(problem)
+        return (output, state) if return_state else output
+    output, states, *_ = solve_parts(parts_of(problem, return_states_every), attend)
+    return _results(output, states, return_state, problem, return_states_every)
+
+
+def _results(
+    output: Array,
+    states: list[Array],
+    return_state: bool,
+    problem: Recurrence,
+    interval: int | None,
+) -> Any:
+    """Return the output with the states that were asked for."""
+    extra: list[Any] = [states[-1]] if return_state else []
+    if interval is not None:
+        extra.append(states[: problem.key.shape[-2] // interval])
+    return (output, *extra) if extra else output
 
 
 @overload
@@ -233,9 +288,14 @@ def linear_recurrence_vjp(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> tuple[Any, Pullback]:
@@ -255,28 +315,32 @@ def linear_recurrence_vjp(
         Same library, dtype and device.
     value : array, (..., L, e)
         Same library, dtype and device.
-    update_rule, log_decay, beta, scale, initial_state, chunk_size, cu_seqlens
+    update_rule, log_decay, beta, erase_key, read_key, key_mask, key_lengths, scale
         As for :func:`linear_recurrence`.
-    return_state : bool, optional
-        The first result is then the tuple ``(output, state)``. Default False.
+    initial_state, chunk_size, cu_seqlens
+        As for :func:`linear_recurrence`.
+    return_state, return_states_every : optional
+        As for :func:`linear_recurrence`, whose results are then the first result, a tuple.
 
     Returns
     -------
     output : array, (..., L, e)
         What :func:`linear_recurrence` returns for the same arguments.
     pullback : callable
-        ``pullback(grad_output, grad_state=None)`` returns the gradients by query, key, value,
-        ``log_decay``, ``beta`` and ``initial_state``, in this order, for the arguments that were
-        given. ``grad_output``, (..., L, e), is the derivative of the loss by ``output``.
-        ``grad_state``, only with ``return_state``, is its derivative by ``state``. Each gradient
-        has the shape, dtype and device of its argument, summed over axes along which the argument
-        was broadcast. The pullback may be called more than once.
+        ``pullback(grad_output, grad_state=None, grad_states=None)`` returns the gradients by query,
+        key, value, ``log_decay``, ``beta``, ``erase_key``, ``read_key`` and ``initial_state``, in
+        this order, for the arguments that were given. ``grad_output``, (..., L, e), is the
+        derivative of the loss by ``output``. ``grad_state``, only with ``return_state``, is its
+        derivative by ``state``; ``grad_states``, only with ``return_states_every``, a list of its
+        derivatives by ``states``, each an array or None. Each gradient has the shape, dtype and
+        device of its argument, summed over axes along which the argument was broadcast, and is 0
+        for masked tokens. The pullback may be called more than once.
 
     Raises
     ------
     TypeError, ValueError
         As :func:`linear_recurrence`. In the pullback: a cotangent has another shape, dtype or
-        library, or ``grad_state`` is given without ``return_state``.
+        library, or the gradient of a state is given that was not returned.
 
     See Also
     --------
@@ -309,42 +373,76 @@ def linear_recurrence_vjp(
     [(8, 100, 16), (8, 100, 16), (8, 100, 16), (8, 100)]
     """
     return_state = _checks.check_flag("return_state", return_state)
+    given = {
+        **{"log_decay": log_decay, "beta": beta, "erase_key": erase_key, "read_key": read_key},
+        "initial_state": initial_state,
+    }
     problem = recurrence_problem(
         (query, key, value),
         update_rule=update_rule,
-        log_decay=log_decay,
-        beta=beta,
+        key_mask=key_mask,
+        key_lengths=key_lengths,
         scale=scale,
-        initial_state=initial_state,
         chunk_size=chunk_size,
         cu_seqlens=cu_seqlens,
+        **given,
     )
-    arguments = (query, key, value, log_decay, beta, initial_state)
-    output, state, before = solve_for_pullback(problem)
+    parts = parts_of(problem, return_states_every)
+    output, states, parts, before = solve_parts(parts, solve_for_pullback)
+    results = _results(output, states, return_state, problem, return_states_every)
+    mask = mask_of(problem.key, key_mask, key_lengths)
+    arguments = {"query": query, "key": key, "value": value} | given
 
     @_arrays.on_array_device
-    def pullback(grad_output: Array, grad_state: Array | None = None) -> tuple[Array, ...]:
+    def pullback(
+        grad_output: Array,
+        grad_state: Array | None = None,
+        grad_states: Sequence[Array | None] | None = None,
+    ) -> tuple[Array, ...]:
         _checks.check_cotangent(
             "grad_output", grad_output, "output", tuple(output.shape), problem.query
         )
-        if grad_state is not None:
-            if not return_state:
-                raise ValueError("grad_state must be None without return_state=True, got an array")
-            _checks.check_cotangent("grad_state", grad_state, "state", tuple(state.shape), state)
-        gradients = pull_back(problem, before, grad_output, grad_state)
+        if grad_state is not None and not return_state:
+            raise ValueError("grad_state must be None without return_state=True, got an array")
+        count = 0 if return_states_every is None else len(results[-1])
+        _check_grad_states(grad_state, grad_states, states[-1], count)
+        found = pull_back_parts(parts, before, grad_output, grad_state, grad_states or ())
+        gradients = dict(zip((*problem.TOKENS, "initial_state"), found, strict=True))
+        if update_rule == "dplr" and beta is not None:
+            rates = beta if beta.ndim == key.ndim else beta[..., None]
+            of_product = gradients["erase_key"]
+            wide = [problem.xp.astype(x, problem.dtype) for x in (erase_key, rates)]
+            gradients["beta"], gradients["erase_key"] = (of_product * x for x in wide)
         return tuple(
-            _like_argument(gradient, argument)
-            for gradient, argument in zip(gradients, arguments, strict=True)
+            _like_argument(name, gradients[name], argument, mask, key.ndim)
+            for name, argument in arguments.items()
             if argument is not None
         )
 
-    return ((output, state) if return_state else output), pullback
+    return results, pullback
 
 
-def _like_argument(gradient: Array, argument: Array) -> Array:
-    """Sum a gradient to the shape of its argument, which may lack the last axis."""
+def _check_grad_states(grad_state: Any, grad_states: Any, state: Array, count: int) -> None:
+    """Check the gradients of the last state, and of as many states on the way."""
+    if grad_states is not None and len(grad_states) != count:
+        raise ValueError(
+            f"grad_states must have an array or None for each of the {count} states of "
+            f"return_states_every, got {len(grad_states)}"
+        )
+    names = ["grad_state", *(f"grad_states[{i}]" for i in range(count))]
+    for name, grad in zip(names, (grad_state, *(grad_states or ())), strict=False):
+        if grad is not None:
+            _checks.check_cotangent(name, grad, "a state", tuple(state.shape), state)
+
+
+def _like_argument(
+    name: str, gradient: Array, argument: Array, mask: Array | None, ndim: int
+) -> Array:
+    """Sum a gradient to the shape of its argument, which may lack the last axis; 0 if masked."""
     xp, shape = _arrays.namespace(argument), tuple(argument.shape)
-    if len(shape) < gradient.ndim:
+    if mask is not None and name not in ("query", "initial_state"):
+        gradient = xp.where(mask, gradient, xp.zeros_like(gradient))
+    if name in ("log_decay", "beta") and len(shape) < ndim:
         gradient = sum_to(gradient, (*shape, 1), 0)[..., 0]
     return xp.astype(sum_to(gradient, shape, 0), argument.dtype, copy=False)
 
@@ -359,6 +457,9 @@ def recurrence_step(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
     scale: float | None = None,
 ) -> tuple[ArrayT, Array]:
     """Return the output of one more token of a recurrence, and the new state.
@@ -375,8 +476,12 @@ def recurrence_step(
         As for :func:`linear_recurrence`.
     log_decay : array, (...) or (..., d), optional
         One number, with one axis fewer than ``key``, or one number per key channel.
-    beta : array, (...), optional
-        With one axis fewer than ``key``.
+    beta : array, (...), or (..., d) for "dplr", optional
+        With one axis fewer than ``key``, or one number per key channel.
+    erase_key, read_key : array, (..., d), optional
+        As for :func:`linear_recurrence`.
+    key_mask : boolean array, (...), optional
+        Where it is False, the state stays as it is, and the output reads it.
 
     Returns
     -------
@@ -406,12 +511,15 @@ def recurrence_step(
     ((8, 64), (8, 64, 64))
     """
     _, tokens = _checks.check_arrays(1, query=query, key=key, value=value)
-    by_channel = log_decay is not None and getattr(log_decay, "ndim", -1) == tokens[1].ndim
+    ndim = tokens[1].ndim
     problem = recurrence_problem(
         (token[..., None, :] for token in tokens),
         update_rule=update_rule,
-        log_decay=_of_one_token(log_decay, by_channel=by_channel),
-        beta=_of_one_token(beta),
+        log_decay=_of_one_token(log_decay, ndim),
+        beta=_of_one_token(beta, ndim if update_rule == "dplr" else None),
+        erase_key=_of_one_token(erase_key, ndim),
+        read_key=_of_one_token(read_key, ndim),
+        key_mask=_of_one_token(key_mask),
         scale=scale,
         initial_state=state,
     )
@@ -419,8 +527,11 @@ def recurrence_step(
     return output
 
 
-def _of_one_token(numbers: Any, *, by_channel: bool = False) -> Any:
-    """Give the numbers of one token an axis for the length; return other objects unchanged."""
+def _of_one_token(numbers: Any, ndim: int | None = None) -> Any:
+    """Give the numbers of one token an axis for the length; return other objects unchanged.
+
+    ``ndim``: axes of numbers with one for each key channel.
+    """
     if not hasattr(numbers, "ndim"):
         return numbers
-    return numbers[..., None, :] if by_channel else numbers[..., None]
+    return numbers[..., None, :] if numbers.ndim == ndim else numbers[..., None]

@@ -54,15 +54,18 @@ SIGNATURES = {
     "CoresetAttention.save": "(self, path)",
     "CoresetAttention.load": "(path, like=None)",
     "linear_recurrence": (
-        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
-        "initial_state=None, return_state=False, chunk_size=None, cu_seqlens=None)"
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, erase_key=None, "
+        "read_key=None, key_mask=None, key_lengths=None, scale=None, initial_state=None, "
+        "return_state=False, return_states_every=None, chunk_size=None, cu_seqlens=None)"
     ),
     "linear_recurrence_vjp": (
-        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
-        "initial_state=None, return_state=False, chunk_size=None, cu_seqlens=None)"
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, erase_key=None, "
+        "read_key=None, key_mask=None, key_lengths=None, scale=None, initial_state=None, "
+        "return_state=False, return_states_every=None, chunk_size=None, cu_seqlens=None)"
     ),
     "recurrence_step": (
-        "(query, key, value, state, *, update_rule, log_decay=None, beta=None, scale=None)"
+        "(query, key, value, state, *, update_rule, log_decay=None, beta=None, erase_key=None, "
+        "read_key=None, key_mask=None, scale=None)"
     ),
     "State": "(kvz, log_scale, length, fingerprint=None, log_decay=None, num_sequences=None)",
     "init_state": "(feature_map, value_dim, *, batch_shape=(), like)",
@@ -103,6 +106,12 @@ SIGNATURES = {
     "layers.linear": "(params, x)",
     "layers.layer_norm": "(params, x, *, eps=1e-05)",
     "layers.rms_norm": "(params, x, *, eps=1e-06)",
+    "layers.causal_convolution": (
+        "(params, x, *, activation=None, state=None, return_state=False)"
+    ),
+    "layers.gated_rms_norm": (
+        "(params, x, gate, *, activation='silu', gate_first=False, num_groups=1, eps=1e-06)"
+    ),
     "layers.feed_forward": "(params, x, *, activation='relu')",
     "layers.embedding": "(params, tokens, *, positions=None, start=0, scale=1.0)",
     "layers.multi_head_attention": (
@@ -140,8 +149,8 @@ SIGNATURES = {
         "bias=None)"
     ),
     "reference.recurrence": (
-        "(query, key, value, *, update_rule, log_decay=None, beta=None, scale=None, "
-        "initial_state=None)"
+        "(query, key, value, *, update_rule, log_decay=None, beta=None, erase_key=None, "
+        "read_key=None, scale=None, initial_state=None)"
     ),
     "datasets.pretrained_long_qkv": "(dtype=<class 'numpy.float32'>)",
     "datasets.pretrained_qkv": "(dtype=<class 'numpy.float32'>)",

@@ -20,6 +20,7 @@ from linattn.testing import assert_gradient
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 KINDS = [(rule, False) for rule in RULES] + [("gated", True), ("gated_delta", True)]
+KINDS += [("dplr", True)]
 IDS = [f"{rule}{'-channels' if by_channel else ''}" for rule, by_channel in KINDS]
 RTOL = {"float64": 1e-11, "float32": 5e-6}
 
@@ -38,28 +39,39 @@ def problem(
         "value": rng.standard_normal((*lead, length, value_dim)),
         "initial_state": rng.standard_normal((*lead, dim, value_dim)),
     }
-    if "gated" in rule:
+    if "gated" in rule or rule == "dplr":
         shape = (*lead, length, dim) if by_channel else (*lead, length)
         arguments["log_decay"] = -decay * rng.exponential(size=shape)
     if "delta" in rule:
         arguments["beta"] = 2 * rng.random((*lead, length))
+    if rule == "dplr":
+        read = rng.standard_normal((*lead, length, dim))
+        arguments["read_key"] = read / np.linalg.norm(read, axis=-1, keepdims=True)
+        arguments["erase_key"] = arguments["read_key"] + 0.1 * rng.standard_normal(read.shape)
+        arguments["beta"] = rng.random((*lead, length, dim) if by_channel else (*lead, length))
     return arguments
 
 
 def order_of(arguments):
     """Names of the arguments in the order of their gradients."""
-    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+    names = ("query", "key", "value", "log_decay", "beta", "erase_key", "read_key", "initial_state")
     return [name for name in names if name in arguments]
 
 
 def rows(arguments, start, stop, by_channel):
     """Arguments of some of the tokens."""
     part = dict(arguments)
-    for name in ("query", "key", "value", "log_decay", "beta"):
-        if name in part:
-            has_dim = name in ("query", "key", "value") or (name == "log_decay" and by_channel)
-            part[name] = part[name][(..., slice(start, stop), *([slice(None)] if has_dim else []))]
+    for name in set(part) - {"initial_state"}:
+        has_dim = axes_of(name, part, by_channel) == 2
+        part[name] = part[name][(..., slice(start, stop), *([slice(None)] if has_dim else []))]
     return part
+
+
+def axes_of(name, arguments, by_channel):
+    """Number of last axes that an argument has beside its leading ones."""
+    if name == "beta":
+        return 1 + (by_channel and "read_key" in arguments)
+    return 1 + by_channel if name == "log_decay" else 2
 
 
 def error(got, want):
@@ -107,7 +119,7 @@ def test_leading_axes_that_only_some_arguments_have(rule, by_channel, leads, bac
     lead = np.broadcast_shapes(*leads)
     of_state = np.broadcast_shapes(of_key, of_value)
     a["initial_state"] = rng.standard_normal((*of_state, 4, 3))
-    axes = {name: 2 for name in a} | {"beta": 1, "log_decay": 1 + by_channel}
+    axes = {name: axes_of(name, a, by_channel) for name in a}
     wide = {name: np.broadcast_to(x, (*lead, *x.shape[-axes[name] :])) for name, x in a.items()}
     with nullcontext() if backends else linattn.without_backends():
         options = {"update_rule": rule, "return_state": True}
@@ -307,7 +319,7 @@ def test_step_chunk_and_whole_agree(xp_any_shape, rule, by_channel):
         token = rows(arrays, t, t + 1, by_channel)
         del token["initial_state"]
         for name, array in token.items():
-            without_length = {"beta": -1, "log_decay": -2 if by_channel else -1}.get(name, -2)
+            without_length = -axes_of(name, arguments, by_channel)
             token[name] = xp.xp.squeeze(array, axis=without_length)
         output, state = linattn.recurrence_step(**token, state=state, update_rule=rule)
         assert error(xp.numpy(output), xp.numpy(whole)[..., t, :]) < 1e-13
@@ -437,18 +449,21 @@ def test_gradients_are_those_of_jax_through_the_loop(rule, by_channel):
         """Compute what the oracle does, one token after another."""
 
         def token(state, x):
+            read = 0
+            if "read_key" in x:
+                read = (state * x["read_key"][..., None]).sum(axis=-2)[..., None, :]
+                read = (x["beta"] * x["erase_key"])[..., None] * read
             if "log_decay" in x:
                 g = x["log_decay"]
                 state = jax.numpy.exp(g if by_channel else g[..., None])[..., None] * state
             v = x["value"]
-            if "beta" in x:
+            if rule in ("delta", "gated_delta"):
                 v = x["beta"][..., None] * (v - (state * x["key"][..., None]).sum(axis=-2))
-            state = state + x["key"][..., None] * v[..., None, :]
+            state = state + x["key"][..., None] * v[..., None, :] - read
             return state, (state * x["query"][..., None]).sum(axis=-2) / 5**0.5
 
-        axes = {"log_decay": -2 if by_channel else -1, "beta": -1}
         tokens = {
-            name: jax.numpy.moveaxis(array, axes.get(name, -2), 0)
+            name: jax.numpy.moveaxis(array, -axes_of(name, a, by_channel), 0)
             for name, array in a.items()
             if name != "initial_state"
         }
@@ -637,7 +652,7 @@ def run_onnx(engine, inputs, **attributes):
 
 
 @pytest.mark.parametrize("engine", ["onnx", "onnxruntime"])
-@kinds
+@pytest.mark.parametrize(("rule", "by_channel"), KINDS[:-1], ids=IDS[:-1])
 def test_the_operator_of_onnx(engine, rule, by_channel):
     """Packed (B, T, H D), with two query heads for each of the three heads of states."""
     batch, length, heads, group, dim, value_dim = 2, 19, 3, 2, 6, 4

@@ -35,6 +35,7 @@ def modifiers() -> tuple[str, ...]:
         "exact_clusters",
         "key_stop",
         "sinks",
+        "read_key",
     )
 
 

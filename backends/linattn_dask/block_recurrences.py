@@ -29,11 +29,11 @@ def recur(block: Block, scale: float) -> Array:
 def transition(block: Block) -> Array:
     """``[B, T]`` of a block."""
     key, value = _tokens(block, "key", "value")
-    if block["beta"] is None:
+    if block["beta"] is None and block["read_key"] is None:
         _, remaining, total = _remaining(block)
         added = _product(key if remaining is None else key * remaining, value)
         return _pack(added, _diagonal(key, total))
-    lead = _lead(block, "key", "value", "log_decay", "beta")
+    lead = _lead(block, "key", "value", "log_decay", "beta", "erase_key", "read_key")
     *_, state = _recur_from_identity(block, key, value, lead)
     return state[..., None, :, :]
 
@@ -70,6 +70,9 @@ def _rule(block: Block) -> dict[str, Any]:
     """Update rule, with the numbers of tokens that it takes as a caller gives them."""
     numbers = {n: block[n] for n in ("log_decay", "beta") if block[n] is not None}
     given = {n: each if each.shape[-1] > 1 else each[..., 0] for n, each in numbers.items()}
+    if block["read_key"] is not None:
+        keys = {name: block[name] for name in ("erase_key", "read_key")}
+        return {"update_rule": "dplr", **given, **keys}
     return {"update_rule": RULES.get(tuple(numbers), "gated_delta"), **given}
 
 

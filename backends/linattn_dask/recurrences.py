@@ -35,7 +35,8 @@ from linattn_dask.states import AXES, ones, prefix_scan
 Chunks: TypeAlias = tuple[int, ...]
 
 TOKENS = ("query", "key", "value")
-NUMBERS = ("log_decay", "beta")
+BESIDE = {"log_decay": "log_decay", "beta": "beta", "erase_key": "dim", "read_key": "dim"}
+"""Other arrays of tokens, with the names of their last axes."""
 OF_BLOCKS = ("tokens", *AXES[1:])
 
 
@@ -69,11 +70,11 @@ class _Blocks:
             if part.array.chunks[-2] != self.chunks:
                 raise differing(("key", name), -2, self.chunks, part.array.chunks[-2])
         keys = [self.parts["key"], self.parts["value"]]
-        for name in NUMBERS:
+        for name, last in BESIDE.items():
             numbers = getattr(problem, name)
             if numbers is not None:
                 numbers = self._beside(numbers, self.chunks, keys)
-                self.parts[name] = Part(numbers, ("tokens", name))
+                self.parts[name] = Part(numbers, ("tokens", last))
                 keys.append(self.parts[name])
         self.token_lead = common_chunks(keys, ())
         self._state: Array | None = problem.initial_state

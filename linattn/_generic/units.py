@@ -228,8 +228,7 @@ def token_unit(problem: Problem) -> TokenUnit | None:
 
 def recurrence_heads(problem: Recurrence) -> tuple[int, ...]:
     """Return the leading axes of units of a recurrence, as `heads_of` does for a problem."""
-    names = ("query", "key", "value", "log_decay", "beta")
-    leads = [x.shape[:-2] for name in names if (x := getattr(problem, name)) is not None]
+    leads = [x.shape[:-2] for name in problem.TOKENS if (x := getattr(problem, name)) is not None]
     if problem.initial_state is not None:
         front = 0 if problem.borders is None else 1
         leads.append(problem.initial_state.shape[front:-2])

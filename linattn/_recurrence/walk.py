@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import array_api_compat
 
-from linattn._dispatch import BlockFunctions, find, is_declined
+from linattn._dispatch import find, is_declined, whole_function
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
 from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
@@ -68,18 +69,16 @@ def _tokens(problem: Recurrence, chunked: Array, group: _Group) -> Array:
 
 
 def _chunks(problem: Recurrence, group: _Group) -> Chunks:
-    key = _chunked(problem, problem.key, group)
-    if problem.log_decay is None:
-        decay = no_decay(key)
-    else:
-        decay = chunk_decay(_chunked(problem, problem.log_decay, group))
-    return Chunks(
-        problem.scale * _chunked(problem, problem.query, group),
-        key,
-        _chunked(problem, problem.value, group),
-        None if problem.beta is None else _chunked(problem, problem.beta, group),
-        decay,
+    chunked: Iterator[Any] = (
+        None if x is None else _chunked(problem, x, group) for x in _tokens_of(problem)
     )
+    query, key, value, log_decay, beta, erase_key, read_key = chunked
+    decay = no_decay(key) if log_decay is None else chunk_decay(log_decay)
+    return Chunks(problem.scale * query, key, value, beta, decay, erase_key, read_key)
+
+
+def _tokens_of(problem: Recurrence) -> list[Any]:
+    return [getattr(problem, name) for name in problem.TOKENS]
 
 
 def _initial_state(problem: Recurrence) -> Array:
@@ -109,7 +108,7 @@ def _solve(problem: Recurrence) -> tuple[Array, Array]:
 
 def _whole(name: str, problem: Recurrence, *cotangents: Array) -> Any:
     """Answer of the backend, or None."""
-    whole = BlockFunctions(problem.xp).backend_alone(name)
+    whole = whole_function(name, problem)
     if whole is None:
         return None
     with ignore_fp_warnings():
@@ -158,7 +157,7 @@ def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
 def pull_back(
     problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
 ) -> list[Array]:
-    """Gradients by query, key, value, log decay, beta and initial state.
+    """Gradients by the arrays of tokens, in the order of `Recurrence.TOKENS`, and initial state.
 
     In the accumulation dtype, None for arguments not given. ``before`` is the third result of
     :func:`solve_for_pullback`, or None; ``grad_state`` may be None.
@@ -168,7 +167,7 @@ def pull_back(
     grads = [units.times_power(x, -log) for x in (grad_output, grad_state)]
     found = _pull_back(problem, before, *grads)
     # Gradients of values and of the state before them are linear in cotangents alone.
-    logs = [log if i in (2, 5) else log + value for i in range(6)]
+    logs = [log if i in (2, len(found) - 1) else log + value for i in range(len(found))]
     return [units.times_power(x, each) for x, each in zip(found, logs, strict=True)]
 
 
@@ -195,12 +194,10 @@ def _pull_back(
     if before is None:
         answer = _whole("recurrence_vjp", problem, grad_output, grad_state)
         if answer is not None:
-            return list(answer)
+            *of_tokens, of_state = answer
+            return [*of_tokens, *[None] * (len(problem.TOKENS) - len(of_tokens)), of_state]
         before = _solve_in_groups(problem)[2]
-    arrays: tuple[Any, ...] = (
-        *(problem.query, problem.key, problem.value),
-        *(problem.log_decay, problem.beta),
-    )
+    arrays = _tokens_of(problem)
     given = [index for index, array in enumerate(arrays) if array is not None]
     parts = {index: [xp.astype(arrays[index][..., :0, :], problem.dtype)] for index in given}
     with ignore_fp_warnings():
@@ -235,13 +232,20 @@ def step(problem: Recurrence) -> tuple[Array, Array]:
         query, key, value = (
             xp.astype(row, dtype, copy=False) for row in (problem.query, problem.key, problem.value)
         )
+        erased = None
+        if problem.read_key is not None:
+            read_key, erase_key = (
+                xp.astype(row, dtype, copy=False) for row in (problem.read_key, problem.erase_key)
+            )
+            erased = xp.matrix_transpose(erase_key) * xp.matmul(read_key, state)
         if problem.log_decay is not None:
             remaining = exp_or_zero(xp.astype(problem.log_decay, dtype, copy=False), least=DECAYED)
             state = xp.matrix_transpose(remaining) * state
         if problem.beta is not None:
             beta = xp.astype(problem.beta, dtype, copy=False)
             value = beta * (value - xp.matmul(key, state))
-        state = state + xp.matrix_transpose(key) * value
+        written = xp.matrix_transpose(key) * value
+        state = state + (written if erased is None else written - erased)
         output = xp.matmul(problem.scale * query, state)
         output = xp.astype(output[..., 0, :], problem.query.dtype, copy=False)
         return units.token_times(output, log), units.times_power(state, log)
@@ -249,7 +253,7 @@ def step(problem: Recurrence) -> tuple[Array, Array]:
 
 # On torch's tape -------------------------------------------------------------------------------
 
-_NAMES = ("query", "key", "value", "log_decay", "beta", "initial_state")
+_NAMES = (*Recurrence.TOKENS, "initial_state")
 
 
 def _tape_arrays(problem: Recurrence) -> dict[str, Array]:

@@ -24,11 +24,11 @@ from linattn._driver.problem import exact_problem
 from linattn._driver.runner import initial_state
 from linattn._driver.stamps import known_integer, stamped
 from linattn._generic.feature_vjps import sum_to
-from linattn._recurrence.problem import recurrence_problem
+from linattn._recurrence.problem import mask_of, recurrence_problem
 from linattn.gradients import _like, differentiable_problem, pullback_of
 from linattn.interop import _chunks
 from linattn.interop._gradient import as_jax, attention_of
-from linattn.typing import Array, ArrayT, FeatureMap, State
+from linattn.typing import Array, ArrayT, FeatureMap, Recurrence, State
 
 __all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
 
@@ -342,9 +342,14 @@ def linear_recurrence(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Any:
@@ -358,9 +363,10 @@ def linear_recurrence(
         Same dtype and device.
     value : jax.Array, (..., L, e)
         Same dtype and device.
-    update_rule, log_decay, beta, scale, initial_state, return_state, chunk_size, cu_seqlens
-        As for :func:`linattn.linear_recurrence`. Gradients flow through ``log_decay``, ``beta`` and
-        ``initial_state``.
+    update_rule, log_decay, beta, erase_key, read_key, key_mask, key_lengths, scale
+        As for :func:`linattn.linear_recurrence`. Gradients flow through all floating arrays.
+    initial_state, return_state, return_states_every, chunk_size, cu_seqlens
+        As for :func:`linattn.linear_recurrence`.
 
     Returns
     -------
@@ -381,12 +387,28 @@ def linear_recurrence(
     options: dict[str, Any] = {
         **{"update_rule": update_rule, "scale": scale, "chunk_size": chunk_size},
         **{"cu_seqlens": cu_seqlens, "return_state": return_state},
+        "return_states_every": return_states_every,
     }
-    gates = {"log_decay": log_decay, "beta": beta, "initial_state": initial_state}
+    gates = {
+        **{"log_decay": log_decay, "beta": beta, "initial_state": initial_state},
+        **{"erase_key": erase_key, "read_key": read_key},
+    }
     named = {"query": query, "key": key, "value": value}
     named |= {name: array for name, array in gates.items() if array is not None}
     arrays = dict(zip(named, _taken(**named), strict=True))
-    in_chunks = _recurrence_in_chunks if cu_seqlens is None else None
+    # By JAX itself: what is 0 at its end changes no state in the loop over chunks.
+    masks = (None if key_mask is None else as_jax(key_mask)), key_lengths
+    mask = mask_of(arrays["key"], *masks, cu_seqlens)
+    for name in arrays:
+        if mask is not None and name not in ("query", "initial_state"):
+            is_number = name in ("log_decay", "beta") and arrays[name].ndim < arrays["key"].ndim
+            arrays[name] = jnp.where(mask[..., 0] if is_number else mask, arrays[name], 0)
+    if update_rule == "dplr" and beta is not None and erase_key is not None:
+        rates = arrays.pop("beta")
+        rates = rates if rates.ndim == arrays["key"].ndim else rates[..., None]
+        arrays["erase_key"] = rates * arrays["erase_key"]
+    is_whole = cu_seqlens is not None or return_states_every is not None
+    in_chunks = None if is_whole else _recurrence_in_chunks
     return attention_of(_recurrence, (options,), in_chunks)(arrays)
 
 
@@ -397,9 +419,11 @@ def _recurrence(options: Any) -> tuple[Any, Any]:
     def pull(arrays: Any, _: Any, cotangents: Any) -> Any:
         arrays = jax.tree.map(as_jax, arrays)
         pullback = recurrences.linear_recurrence_vjp(**arrays, **options)[1]
-        given = cotangents if options["return_state"] else (cotangents,)
-        names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-        return dict(zip([n for n in names if n in arrays], pullback(*given), strict=True))
+        has_many = options["return_state"] or options["return_states_every"] is not None
+        grad_output, *rest = cotangents if has_many else (cotangents,)
+        grad_state = rest.pop(0) if options["return_state"] else None
+        names = [name for name in (*Recurrence.TOKENS, "initial_state") if name in arrays]
+        return dict(zip(names, pullback(grad_output, grad_state, *rest), strict=True))
 
     return attend, pull
 
@@ -410,9 +434,10 @@ def _recurrence_in_chunks(options: Any) -> tuple[Any, Any]:
     def chunks_of(arrays: Any) -> tuple[_chunks.Chunks, Any]:
         arrays = jax.tree.map(as_jax, arrays)
         qkv = [arrays[name] for name in ("query", "key", "value")]
-        gates = {name: arrays.get(name) for name in ("log_decay", "beta", "initial_state")}
+        beside = (*Recurrence.TOKENS[3:], "initial_state")
+        gates = {name: arrays.get(name) for name in beside}
         problem = recurrence_problem(qkv, cu_seqlens=None, **numbers, **gates)
-        names = [n for n in ("query", "key", "value", "log_decay", "beta") if n in arrays]
+        names = [name for name in Recurrence.TOKENS if name in arrays]
 
         def solve_chunk(tokens: Any, state: Any, _: Any) -> Any:
             return recurrences.linear_recurrence(

@@ -6,6 +6,7 @@ sizes of chosen axes vary. :func:`scan` is a loop over tokens inside the graph.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import combinations_with_replacement
@@ -26,7 +27,7 @@ except ImportError as error:
         "linattn.interop.onnx needs ndonnx, which is not installed: pip install ndonnx onnxruntime"
     ) from error
 
-from linattn import _checks
+from linattn import _checks, _dispatch
 from linattn.typing import Array
 
 __all__ = ["export", "scan"]
@@ -38,6 +39,7 @@ def export(
     largest: Mapping[str, int] | None = None,
     *,
     dtypes: Mapping[str, str] | None = None,
+    opset_version: int | None = None,
 ) -> Any:
     """Return a model of ONNX that computes a function.
 
@@ -53,6 +55,11 @@ def export(
         onnxruntime.
     dtypes : mapping of str to str, optional
         Dtypes of inputs by name. Default ``"float32"``.
+    opset_version : int, optional
+        The newest operator set that the model may use, at least 21. From 27 on, a call of
+        :func:`linattn.linear_recurrence` on float32 arrays is the operator ``LinearAttention``:
+        the first axis is the batch, the others are heads of fixed sizes. Default: the newest of the
+        installed onnx.
 
     Returns
     -------
@@ -89,11 +96,11 @@ def export(
     >>> [output.name for output in model.graph.output]
     ['output']
     """
-    dtypes = dtypes or {}
+    operators, dtypes = _operators(opset_version), dtypes or {}
     names = dict.fromkeys(n for shape in arguments.values() for n in shape if isinstance(n, str))
     sizes = [_three(name, i, largest or {}) for i, name in enumerate(names)]
     models = [
-        _traced(function, arguments, dict(zip(names, at, strict=True)), dtypes)
+        _traced(function, arguments, dict(zip(names, at, strict=True)), dtypes, operators)
         for at in (zip(*sizes, strict=True) if names else [()])
     ]
     return _Joined(models, dict(zip(names, sizes, strict=True)), arguments).model
@@ -169,7 +176,20 @@ def _three(name: str, place: int, largest: Mapping[str, int]) -> tuple[int, int,
     return (size, size // 2 | 1, 2) if place % 2 == 0 else (size, 2, size // 2 | 1)
 
 
-def _traced(function: Any, arguments: Any, sizes: Mapping[str, int], dtypes: Any) -> Any:
+def _operators(opset_version: Any) -> Any:
+    """Return the module that writes the operators of an opset, None if it has none of them."""
+    newest = onnx.defs.onnx_opset_version()
+    version = newest if opset_version is None else opset_version
+    if _checks.check_positive_int("opset_version", version, least=21) > newest:
+        raise ValueError(f"opset_version must be at most {newest}, that of onnx, got {version}")
+    if version < 27 or importlib.util.find_spec("spox.opset.ai.onnx.v27") is None:
+        return None
+    return importlib.import_module("linattn.interop._operators")
+
+
+def _traced(
+    function: Any, arguments: Any, sizes: Mapping[str, int], dtypes: Any, operators: Any
+) -> Any:
     given = {
         name: ndonnx.argument(
             shape=tuple(sizes.get(size, size) for size in shape),
@@ -178,7 +198,8 @@ def _traced(function: Any, arguments: Any, sizes: Mapping[str, int], dtypes: Any
         for name, shape in arguments.items()
     }
     # The other backend starts a session of onnxruntime for each constant.
-    with value_prop_backend(ValuePropBackend.REFERENCE), _bare_products():
+    constants = value_prop_backend(ValuePropBackend.REFERENCE)
+    with constants, _bare_products(), _dispatch.with_operators(operators):
         results = function(**given)
         many = isinstance(results, tuple | list)
         outputs = {f"output{i}": a for i, a in enumerate(results)} if many else {"output": results}

@@ -8,8 +8,9 @@ One token at a time: :func:`linear`, :func:`feed_forward`, :func:`layer_norm`, :
 :func:`embedding`. Attention: :func:`multi_head_attention` with ``attention=`` one of
 :class:`SoftmaxAttention`, :class:`LinearAttention`, :class:`LandmarkAttention`,
 :class:`AutomaticAttention`, :class:`BoundedAttention`, and ``positions=`` :class:`Rotary` or
-:class:`Alibi`. Models: :func:`encoder_layer`, :func:`decoder_layer`, :func:`encoder`,
-:func:`decoder`, :func:`language_model`; :func:`generate`. Files: :func:`load_safetensors`,
+:class:`Alibi`. Around a recurrence: :func:`causal_convolution`, :func:`gated_rms_norm`. Models:
+:func:`encoder_layer`, :func:`decoder_layer`, :func:`encoder`, :func:`decoder`,
+:func:`language_model`; :func:`generate`. Files: :func:`load_safetensors`,
 :func:`save_safetensors`.
 """
 
@@ -69,6 +70,12 @@ from linattn.layers.generation import (
     language_model,
     language_model_vjp,
 )
+from linattn.layers.recurrent import (
+    causal_convolution,
+    causal_convolution_vjp,
+    gated_rms_norm,
+    gated_rms_norm_vjp,
+)
 from linattn.layers.storage import load_safetensors, save_safetensors
 
 __all__ = [
@@ -84,6 +91,8 @@ __all__ = [
     "Rotary",
     "Scope",
     "SoftmaxAttention",
+    "causal_convolution",
+    "causal_convolution_vjp",
     "decoder",
     "decoder_layer",
     "decoder_layer_vjp",
@@ -96,6 +105,8 @@ __all__ = [
     "encoder_vjp",
     "feed_forward",
     "feed_forward_vjp",
+    "gated_rms_norm",
+    "gated_rms_norm_vjp",
     "generate",
     "init_decoder",
     "init_decoder_layer",

@@ -17,11 +17,12 @@ from linattn import _arrays
 from linattn.recurrences import linear_recurrence_vjp
 from linattn.reference import recurrence
 from linattn.testing._evidence import UntestableError, fail, largest, on_host
+from linattn.typing import Recurrence
 
 Floats = NDArray[np.float64]
 Arguments = dict[str, Floats]
 
-RULES = ("linear", "gated", "delta", "gated_delta")
+RULES = ("linear", "gated", "delta", "gated_delta", "dplr")
 RTOL = {"float16": 4e-3, "bfloat16": 2e-2, "float32": 2e-5, "float64": 1e-9}
 """Largest difference, in terms of the largest entry but at least 1."""
 
@@ -54,8 +55,15 @@ GOLDEN = {
     "gated": ([5.0, 2.75], 2.75),
     "delta": ([3.0, 3.75], 3.75),
     "gated_delta": ([2.5, 1.96875], 1.96875),
+    "dplr": ([4.0, 0.5], 0.5),
 }
-"""By hand: S = 2, k = (1, 1/2), v = (4, 3), decays 1/2, 1/4, beta = (1/2, 1), d = e = 1, q = 1."""
+"""By hand: S = 2, k = (1, 1/2), v = (4, 3), decays 1/2, 1/4, beta = (1/2, 1), d = e = 1, q = 1.
+
+The erase key is (1/2, 1), the read key (1, 1/2).
+"""
+
+NAMES = (*Recurrence.TOKENS, "initial_state")
+"""Arguments in the order of their gradients."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +106,21 @@ class Kernel:
             "value": rng.standard_normal((*lead, value_dim)),
             "initial_state": rng.standard_normal((batch, heads, dim, value_dim)),
         }
-        if "gated" in self.rule:
+        if has_decay(self.rule):
             shape = (*lead, dim) if self.by_channel else lead
             arguments["log_decay"] = -sizes.get("decay", 0.3) * rng.exponential(size=shape)
+        if self.rule == "dplr":
+            read = rng.standard_normal((*lead, dim))
+            arguments["read_key"] = read / np.linalg.norm(read, axis=-1, keepdims=True)
+            # As RWKV-7 has it: what is read is erased in part, another part in each channel.
+            arguments["erase_key"] = rng.random((*lead, dim)) * arguments["read_key"]
         if "delta" in self.rule:
             arguments["beta"] = sizes.get("beta", 1.0) * rng.random(lead)
         return self.rounded(arguments)
 
     def kind(self, name: str) -> str:
         """Dtype of an argument: beside tokens of 16 bits, states and gates have 32."""
-        is_wide = name in ("initial_state", "grad_state", "log_decay", "beta")
+        is_wide = name in ("initial_state", "grad_state", *NAMES[3:])
         return "float32" if is_wide and "16" in self.dtype else self.dtype
 
     def rounded(self, arguments: Arguments) -> Arguments:
@@ -187,6 +200,10 @@ class Kernel:
             raise UntestableError(message)
 
 
+def has_decay(rule: str) -> bool:
+    return "gated" in rule or rule == "dplr"
+
+
 def _rounded(array: Floats, dtype: str) -> Floats:
     if dtype == "bfloat16":
         bits = np.asarray(array, np.float32).view(np.uint32)
@@ -222,7 +239,10 @@ def _golden(kernel: Kernel) -> str:
         "value": np.array([4.0, 3.0]).reshape(ones.shape),
         "initial_state": np.full((1, 1, 1, 1), 2.0),
     }
-    if "gated" in kernel.rule:
+    if kernel.rule == "dplr":
+        arguments["erase_key"] = np.array([0.5, 1.0]).reshape(ones.shape)
+        arguments["read_key"] = np.array([1.0, 0.5]).reshape(ones.shape)
+    if has_decay(kernel.rule):
         decay = np.log([0.5, 0.25])
         arguments["log_decay"] = decay.reshape(ones.shape if kernel.by_channel else (1, 1, 2))
     if "delta" in kernel.rule:
@@ -292,16 +312,18 @@ def _causal(kernel: Kernel) -> str:
             }
             if "beta" in changed:
                 changed["beta"] = np.minimum(changed["beta"], 2)
-                changed["key"] = np.concatenate(
-                    [arguments["key"][:, :, :t], other["key"][:, :, t:]], axis=2
-                )
+            # Three times as large they would make a state grow that is corrected.
+            for name in ("key", "erase_key", "read_key"):
+                if name in changed and kernel.rule not in ("linear", "gated"):
+                    parts = arguments[name][:, :, :t], other[name][:, :, t:]
+                    changed[name] = np.concatenate(parts, axis=2)
             output, _ = kernel.run(changed)
             kernel.compare(f"outputs before token {t}", output[:, :, :t], before[:, :, :t])
     return "changed tokens are not felt before them"
 
 
 def _long_decay(kernel: Kernel) -> Cases:
-    kernel.need("gated" in kernel.rule, f"update_rule={kernel.rule!r} has no gate")
+    kernel.need(has_decay(kernel.rule), f"update_rule={kernel.rule!r} has no gate")
     slow = kernel.problem(130, decay=1e-3)
     given = slow["log_decay"]
     chosen = np.random.default_rng(1).random(given.shape)
@@ -319,10 +341,13 @@ def _long_decay(kernel: Kernel) -> Cases:
 
 
 def _beta(kernel: Kernel) -> Cases:
-    kernel.need("delta" in kernel.rule, f"update_rule={kernel.rule!r} has no beta")
+    kernel.need(kernel.rule not in ("linear", "gated"), f"update_rule={kernel.rule!r} has no beta")
+    arguments = kernel.problem(100)
+    by_channel = kernel.rule == "dplr" and kernel.by_channel
+    shape = arguments["key"].shape[: 4 if by_channel else 3]
     for value in (0.0, 1.0, 2.0):
-        arguments = kernel.problem(100)
-        yield f"beta = {value:g}", arguments | {"beta": np.full_like(arguments["beta"], value)}
+        yield f"beta = {value:g}", arguments | {"beta": np.full(shape, value)}
+    yield "beta at random", arguments | {"beta": np.random.default_rng(6).random(shape)}
 
 
 def _keys(kernel: Kernel) -> Cases:
@@ -343,6 +368,9 @@ def _correlated(kernel: Kernel) -> Cases:
     for cosine in COSINES:
         # Keys a e + b u, u random across e: two of them have a cosine of about a^2.
         keys = np.sqrt(cosine) * common + np.sqrt(1 - cosine) * across
+        if "read_key" in arguments:
+            rates = np.random.default_rng(7).random(keys.shape)
+            arguments |= {"read_key": keys, "erase_key": rates * keys}
         yield f"keys of cosine {cosine:g}", arguments | {"key": keys}
         if "beta" in arguments:
             ones = {"beta": np.ones_like(arguments["beta"])}
@@ -407,8 +435,7 @@ def _gradient_problems(kernel: Kernel) -> Cases:
 
 def _compare_gradients(kernel: Kernel, what: str, arguments: Arguments) -> str:
     """Compare output and every gradient with ours, and say which."""
-    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-    wide = kernel.rounded({name: arguments[name] for name in names if name in arguments})
+    wide = kernel.rounded({name: arguments[name] for name in NAMES if name in arguments})
     kernel.note(wide)
     group, (batch, heads, length, dim) = kernel.layout.group, wide["query"].shape
     ours = {name: x[:, :, None] for name, x in wide.items()}
@@ -416,7 +443,7 @@ def _compare_gradients(kernel: Kernel, what: str, arguments: Arguments) -> str:
     ours_vjp: Any = linear_recurrence_vjp
     results, pullback = ours_vjp(**ours, update_rule=kernel.rule, return_state=True)
     given = {name: kernel.in_layout(name, array) for name, array in wide.items()}
-    tokens, vjp = [given.pop(name) for name in names[:3]], kernel.vjp
+    tokens, vjp = [given.pop(name) for name in NAMES[:3]], kernel.vjp
     assert vjp is not None
     found, theirs = vjp(*tokens, **given)
     has_state = isinstance(found, tuple | list)

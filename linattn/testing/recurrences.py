@@ -120,11 +120,13 @@ def check_recurrence(
     Parameters
     ----------
     function : callable
-        ``function(query, key, value, log_decay=, beta=, initial_state=)`` returns ``(output,
-        state)``; it is given what the rule has, and multiplies outputs with ``1 / sqrt(d)``. States
-        are ``(B, H, d, e)``. For the check "packed" it is also given ``cu_seqlens=``, a list.
-    update_rule : {"linear", "gated", "delta", "gated_delta"}
-        As for :func:`linattn.linear_recurrence`.
+        ``function(query, key, value, log_decay=, beta=, erase_key=, read_key=, initial_state=)``
+        returns ``(output, state)``; it is given what the rule has, and multiplies outputs with
+        ``1 / sqrt(d)``. States are ``(B, H, d, e)``. For the check "packed" it is also given
+        ``cu_seqlens=``, a list.
+    update_rule : {"linear", "gated", "delta", "gated_delta", "dplr"}
+        As for :func:`linattn.linear_recurrence`. "dplr" always has decays here, and beta in the
+        check "beta" only.
     layout : {"linattn", "fla", "onnx"} or RecurrenceLayout, optional
         Of tokens: ``(B, H, L, d)``; ``(B, L, H, d)``, as in flash-linear-attention; or
         ``(B, L, H d)``, as in ONNX's LinearAttention, with two query heads for each head of the
@@ -133,15 +135,16 @@ def check_recurrence(
         Whether decays have a number for each key channel. Default False.
     vjp : callable, optional
         ``vjp(query, key, value, ...)`` gives ``(output, pullback)``, and ``pullback(grad_output)``
-        the gradients by query, key, value, ``log_decay``, ``beta`` and ``initial_state``, in this
-        order, those that were given. If it gives ``((output, state), pullback)``, gradients through
-        the final state are compared too: ``pullback(grad_output, grad_state)``.
+        the gradients by query, key, value, ``log_decay``, ``beta``, ``erase_key``, ``read_key`` and
+        ``initial_state``, in this order, those that were given. If it gives ``((output, state),
+        pullback)``, gradients through the final state are compared too: ``pullback(grad_output,
+        grad_state)``.
     asarray : callable, optional
         Makes an array of the kernel's framework of a NumPy array, such as ``torch.from_numpy``.
     dtype : {"float16", "bfloat16", "float32", "float64"}, optional
-        Of queries, keys, values and ``grad_output``. Beside 16 bits, states, ``log_decay`` and
-        ``beta`` are float32. For "bfloat16", ``asarray`` is given float32 and its arrays are cast;
-        NumPy needs ``ml_dtypes`` imported. Default "float32".
+        Of queries, keys, values and ``grad_output``. Beside 16 bits, all others are float32. For
+        "bfloat16", ``asarray`` is given float32 and its arrays are cast; NumPy needs ``ml_dtypes``
+        imported. Default "float32".
     dim, value_dim : int, optional
         The only d, and the only e, for a kernel that is made for one, such as 128. Default: many.
     lengths : sequence of int, optional

@@ -353,7 +353,10 @@ class Services(Protocol):
 
     @staticmethod
     def modifiers() -> Sequence[str]:
-        """Attributes of problems in :data:`MODIFIERS` that its whole tier serves; else none."""
+        """Attributes of problems in :data:`MODIFIERS` that its whole tier serves; else none.
+
+        ``"read_key"``: it serves recurrences of the rule ``"dplr"``.
+        """
         ...
 
     @staticmethod

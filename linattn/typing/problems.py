@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from linattn.typing.records import Array, Index, State, one_line
 from linattn.typing.specs import Affine, Exact
@@ -432,6 +432,9 @@ class Recurrence:
     borders : list of int or None
         Where packed sequences begin and end; states then have an axis for them in front. Backends
         are given the sequences as problems of their own.
+    erase_key, read_key : Array or None
+        ``(..., L, d)``, of the rule ``"dplr"`` only. The erase key is multiplied by beta already,
+        and ``beta`` is None. A backend receives them if its ``modifiers`` names ``"read_key"``.
 
     Examples
     --------
@@ -459,3 +462,13 @@ class Recurrence:
     chunk_size: int
     num_threads: int | None
     borders: list[int] | None = None
+    erase_key: Array | None = None
+    read_key: Array | None = None
+
+    TOKENS: ClassVar = ("query", "key", "value", "log_decay", "beta", "erase_key", "read_key")
+    """Names of the arrays with one row for each token, in the order of their gradients."""
+
+    @property
+    def modifiers(self) -> list[str]:
+        """What a backend must serve by name."""
+        return [] if self.read_key is None else ["read_key"]

@@ -12,7 +12,7 @@ from linattn._driver import forward
 from linattn._driver.problem import exact_problem, map_specs, num_features_of
 from linattn.gradients import differentiable_problem, pullback_of
 from linattn.interop.torch._node import KINDS, Call, Named
-from linattn.typing import Array, State
+from linattn.typing import Array, Recurrence, State
 
 __all__: list[str] = []
 
@@ -107,31 +107,40 @@ def _softmax_shapes(named: Named, _: Call) -> list[Any]:
 
 
 def _solve_recurrence(named: Named, call: Call, _: int) -> list[Array]:
-    answer = recurrences.linear_recurrence(**{**call.constants, **named})
+    answer: Any = recurrences.linear_recurrence(**{**call.constants, **named})
+    if call.constants["return_states_every"] is not None:
+        # One array: two results have gradients.
+        states = [*answer[1:-1], *answer[-1]]
+        return [answer[0], torch.stack(states)] if states else [answer[0]]
     return [*answer] if call.constants["return_state"] else [answer]
 
 
 def _pull_recurrence(named: Named, _: Any, cotangents: Any, call: Call, length: int) -> Named:
     pullback = recurrences.linear_recurrence_vjp(**{**call.constants, **named})[1]
-    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-    return dict(zip([n for n in names if n in named], pullback(*cotangents), strict=True))
+    grad_output, *rest = cotangents
+    if call.constants["return_states_every"] is not None:
+        rest = [grad for grads in rest for grad in grads]
+    grad_state = rest.pop(0) if call.constants["return_state"] else None
+    names = [name for name in (*Recurrence.TOKENS, "initial_state") if name in named]
+    return dict(zip(names, pullback(grad_output, grad_state, rest or None), strict=True))
 
 
 def _recurrence_shapes(named: Named, call: Call) -> list[Any]:
     query, key, value = (named[name] for name in ("query", "key", "value"))
     borders, leads = call.constants["cu_seqlens"], [_lead("key", "value", named=named)]
-    if "log_decay" in named:
-        by_channel = named["log_decay"].ndim == key.ndim
-        leads.append(named["log_decay"].shape[: -2 if by_channel else -1])
-    if "beta" in named:
-        leads.append(named["beta"].shape[:-1])
+    for name in Recurrence.TOKENS[3:]:
+        if name in named:
+            leads.append(named[name].shape[: -2 if named[name].ndim == key.ndim else -1])
     if "initial_state" in named:
         leads.append(named["initial_state"].shape[0 if borders is None else 1 : -2])
     state_lead = torch.broadcast_shapes(*leads)
     lead, e = torch.broadcast_shapes(query.shape[:-2], state_lead), value.shape[-1]
     shapes = [((*lead, query.shape[-2], e), query.dtype)]
-    if call.constants["return_state"]:
-        front = state_lead if borders is None else (len(borders) - 1, *state_lead)
+    interval = call.constants["return_states_every"]
+    front = state_lead if borders is None else (len(borders) - 1, *state_lead)
+    if interval is not None:
+        front = (int(call.constants["return_state"]) + key.shape[-2] // interval, *state_lead)
+    if call.constants["return_state"] or (interval is not None and front[0]):
         shapes.append(((*front, key.shape[-1], e), _accumulation_dtype(named, call)))
     return shapes
 

@@ -23,12 +23,12 @@ from linattn import _checks, _settings
 from linattn._arrays import has_float64
 from linattn._driver.stamps import map_fingerprint
 from linattn.interop.torch._packing import pack, unpack
-from linattn.typing import Array
+from linattn.typing import Array, Recurrence
 
 Named: TypeAlias = dict[str, Any]
 
 TOKENS = ("query", "key", "value")
-DIFFERENTIABLE = (*TOKENS, "kvz", "initial_state", "key_bias", "log_decay", "beta")
+DIFFERENTIABLE = (*Recurrence.TOKENS, "kvz", "initial_state", "key_bias")
 
 
 @dataclass(frozen=True, eq=False)

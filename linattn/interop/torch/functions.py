@@ -225,9 +225,14 @@ def linear_recurrence(
     update_rule: str,
     log_decay: Array | None = None,
     beta: Array | None = None,
+    erase_key: Array | None = None,
+    read_key: Array | None = None,
+    key_mask: Array | None = None,
+    key_lengths: Any = None,
     scale: float | None = None,
     initial_state: Array | None = None,
     return_state: bool = False,
+    return_states_every: int | None = None,
     chunk_size: int | None = None,
     cu_seqlens: Sequence[int] | None = None,
 ) -> Any:
@@ -241,9 +246,10 @@ def linear_recurrence(
         Same dtype and device.
     value : Tensor, (..., L, e)
         Same dtype and device.
-    update_rule, log_decay, beta, scale, initial_state, return_state, chunk_size, cu_seqlens
-        As for :func:`linattn.linear_recurrence`. Gradients flow through ``log_decay``, ``beta`` and
-        ``initial_state``.
+    update_rule, log_decay, beta, erase_key, read_key, key_mask, key_lengths, scale
+        As for :func:`linattn.linear_recurrence`. Gradients flow through all floating arrays.
+    initial_state, return_state, return_states_every, chunk_size, cu_seqlens
+        As for :func:`linattn.linear_recurrence`.
 
     Returns
     -------
@@ -277,16 +283,23 @@ def linear_recurrence(
     arrays = {
         **{"query": query, "key": key, "value": value},
         **{"log_decay": log_decay, "beta": beta, "initial_state": initial_state},
+        **{"erase_key": erase_key, "read_key": read_key},
+        **{"key_mask": key_mask, "key_lengths": key_lengths},
     }
     constants = {
         "update_rule": update_rule,
         "scale": scale,
         "return_state": return_state,
+        "return_states_every": return_states_every,
         "chunk_size": chunk_size,
         "cu_seqlens": cu_seqlens,
     }
-    output, *state = run("recurrence", arrays, constants)
-    return (output, state[0]) if return_state else output
+    output, *states = run("recurrence", arrays, constants)
+    if return_states_every is not None:
+        states = [state for stacked in states for state in stacked]
+    extra = [states.pop(0)] if return_state else []
+    extra += [] if return_states_every is None else [states]
+    return (output, *extra) if extra else output
 
 
 def _state_after(
