@@ -102,7 +102,9 @@ def _solve(
     problem: Problem, return_state: bool, checkpoints: Checkpoints | None
 ) -> tuple[Array, State | None, Array | None]:
     run: Callable[..., _Solved] = _solve_walks
-    if problem.sees.cu_seqlens is not None:
+    if traced.covers(problem):
+        run = _solve_walks
+    elif problem.sees.cu_seqlens is not None:
         run = _solve_packed
     elif problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
         run = _solve_heads

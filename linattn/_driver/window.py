@@ -39,6 +39,7 @@ from linattn._generic.exact import beside, exact_pairs, in_band
 from linattn._generic.prefix_states import (
     blocks_of,
     flip,
+    merge_in_turn,
     prefix_merge,
     stack_states,
     state_at,
@@ -374,6 +375,8 @@ def _running(
     problem: Problem, first: State, states: State, totals: Array | None, run: slice
 ) -> State:
     """State before each block of a run, and after the last; ``totals``: log decay of each block."""
+    if _arrays.is_staged(states.kvz):
+        return merge_in_turn(first, states, None if totals is None else totals[..., run, :])
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
         return prefix_merge(joined, lazy=problem.policy.lazy)
