@@ -39,7 +39,7 @@ from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens, Weigh
 CHUNK = 128
 """Tokens of a chunk."""
 
-ROWS, KEYS = 256, 512
+ROWS, KEYS = 256, 256
 """Queries, and keys, that are paired together."""
 
 MAX_PADDED = 1.25

@@ -182,11 +182,26 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
 
 
 def wants_gradients(problem: Problem | Recurrence) -> bool:
-    """Whether torch asks for gradients by arrays of a problem."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(problem.query, torch.Tensor) or not torch.is_grad_enabled():
+    """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
+    torch, query = sys.modules.get("torch"), problem.query
+    if torch is not None and isinstance(query, torch.Tensor):
+        if not torch.is_grad_enabled():
+            return False
+        return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
+    if not array_api_compat.is_jax_array(query):
         return False
-    return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
+    return any(primal(x) is not x for x in arrays_of(problem) or ())
+
+
+def primal(array: Any) -> Any:
+    """Return the value of an array of JAX's eager reverse mode; others unchanged.
+
+    Its tracers are of a class that JAX does not export, and its older versions do not have.
+    """
+    if type(array).__name__ != "LinearizeTracer":
+        return array
+    value, tracer = array.primal, sys.modules["jax"].core.Tracer
+    return array if isinstance(value, tracer) else value
 
 
 # torch --------------------------------------------------------------------------------------------
