@@ -181,6 +181,24 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
     return decorate
 
 
+def step_at_home(step: Callable[..., Any], tokens: Any, state: Any, feature_map: Any) -> Any:
+    """Take a decoding step of NumPy's arrays; None for arrays without a home, and for mistakes."""
+    home = home_of(tokens[0])
+    if home is None or not is_ours(feature_map) or not hasattr(state, "kvz"):
+        return None
+    if any(isinstance(x, np.ndarray) for x in (*tokens, state.kvz, state.log_scale)):
+        return None
+    view, give = home.view, home.give
+    try:
+        before = state._replace(kvz=view(state.kvz), log_scale=view(state.log_scale))
+        output, after = step(*map(view, tokens), before, feature_map)
+    except (Abroad, AttributeError, TypeError, ValueError):
+        # Of a mistake the caller's own arrays tell.
+        return None
+    _dispatch.note_home(home.namespace, _arrays.namespace(tokens[0]))
+    return give(output), after._replace(kvz=give(after.kvz), log_scale=give(after.log_scale))
+
+
 def wants_gradients(problem: Problem | Recurrence) -> bool:
     """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
     torch, query = sys.modules.get("torch"), problem.query
@@ -246,7 +264,7 @@ def _as_tensor(array: Any) -> Any:
     torch = sys.modules["torch"]
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16, of ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -273,4 +291,4 @@ def _of_jax(jax: Any, array: Any) -> Home | None:
             raise Abroad
         return np.asarray(x)
 
-    return Home(view, lambda x: jax.device_put(x, device))
+    return Home(view, lambda x: jax.device_put(x, device, may_alias=True))
