@@ -29,7 +29,7 @@ from linattn._driver.causal_blocks import _from_the_end, causal_block, flip
 from linattn._driver.near_keys import Sinks, without_sinks
 from linattn._driver.pairs import band, biased_queries, exact_keys, no_keys_seen
 from linattn._driver.specs import innermost, read_spec, select_rows
-from linattn._driver.walks import Places, initial_state, update
+from linattn._driver.walks import Places, initial_state, run_walk, update
 from linattn._driver.window import _Group, _Window
 from linattn._generic.exact import exact_pairs
 from linattn._generic.prefix_states import state_at
@@ -247,24 +247,14 @@ def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State
     """Causal and full attention, with stops and of packed sequences too."""
     layout, borders, stops = None, problem.sees.cu_seqlens, problem.sees.key_stop
     length = num_keys = problem.key.shape[-2]
-    first, is_full = initial_state(problem.replace(state=None)), problem.mode == "full"
-    before = 0 if problem.state is None else problem.state.length
-    if problem.state is not None:
-        first = initial_state(problem)
+    lead, is_full = problem.state_lead, problem.mode == "full"
     if borders is not None:
         layout, num_keys = _Layout.of_sequences(borders), int(np.diff(borders).max())
-        shape = len(borders) - 1, *problem.state_lead
-        sums = first if problem.state is None else problem.state
-        first = _state(
-            (
-                problem.xp.broadcast_to(sums.kvz, (*shape, *first.kvz.shape[-2:])),
-                problem.xp.broadcast_to(sums.log_scale, (*shape, first.log_scale.shape[-1])),
-            ),
-            before,
-        )
+        lead = len(borders) - 1, *lead
     elif stops is not None:
         layout = _Layout.of_stops(stops, length)
-    placed = problem if layout is None else layout.apply(problem)
+    first = initial_state(problem.replace(state_lead=lead, state=_with_axes(problem.state, lead)))
+    placed, before = problem if layout is None else layout.apply(problem), first.length
     if is_full:
         keys = placed.replace(query=placed.key)
         _, sums = _scan(keys, tuple(first[:2]), _add(keys, functions, before), layout)
@@ -275,10 +265,17 @@ def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State
     else:
         rows, sums = _scan(placed, tuple(first[:2]), _causal(placed, functions, before), layout)
     part = _partial(rows, placed.query.shape[-2])
-    return (
-        part if layout is None else layout.rows(part),
-        _state(sums, before + num_keys),
-    )
+    return part if layout is None else layout.rows(part), _state(sums, before + num_keys)
+
+
+def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:
+    """Return states whose first axis is of sequences with all leading axes beside it."""
+    missing = 0 if state is None else len(lead) + 2 - state.kvz.ndim
+    if state is None or missing <= 0:
+        return state
+    ones = (1,) * missing
+    kvz, log = (x.reshape((x.shape[0], *ones, *x.shape[1:])) for x in state[:2])
+    return _state((kvz, log), state.length)
 
 
 def _causal(problem: Problem, functions: BlockFunctions, before: Any, origin: Any = None) -> Any:
@@ -383,7 +380,8 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
     def step(carry: Any, chunk: Any) -> Any:
         (sums, previous), (start, query, tokens, following, after) = carry, chunk
         sides = [previous, tokens, following] if sees.ahead else [previous, tokens]
-        keys = [None if x[0] is None else problem.xp.concat(x, axis=-2) for x in zip(*sides)]
+        pairs = zip(*sides, strict=True)
+        keys = [None if x[0] is None else problem.xp.concat(x, axis=-2) for x in pairs]
         window = window_of(query, keys, before + start - w)
         # Farther than all keys: those on the right may be in the state alone.
         group = _Group(slice(0, size), 1, g, (g + 3) * w if sees.ahead else None)
@@ -400,8 +398,7 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
     (sums, last), rows = jax.lax.scan(jax.checkpoint(step), (tuple(first[:2]), empty), chunks)
     rest = _part(problem, (last[0], *last))
     state, place = _state(sums, before), before + total - w
-    for state in add_key_blocks(rest, state, slice(0, w), place, w, functions):
-        pass
+    state = run_walk(add_key_blocks(rest, state, slice(0, w), place, w, functions), state)
     part = _partial(rows, length)
     return Partial(*(x[..., front:, :] for x in part[:2])), _state(state[:2], before + length)
 
