@@ -7,7 +7,7 @@ this was run on a real card.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import array_api_compat
 import numpy as np
@@ -33,7 +33,7 @@ PHI = linattn.feature_maps.PositiveFeatures(8, 16, rng=0)
 class Foreign:
     """An array of another library: memory of a GPU that DLPack shares, and nothing to compute."""
 
-    streams: list[Any] = []
+    streams: ClassVar[list[Any]] = []
 
     def __init__(self, array: Any) -> None:
         self.array = array

@@ -3,9 +3,10 @@
 The functions of the driver that solve a problem are decorated with :func:`at_home`. If all arrays
 of their arguments are CPU arrays of one library, they are viewed as NumPy's, nothing is
 copied, and the results are given back as arrays of that library. CuPy, where it is installed, is
-the home of arrays on one CUDA device, by DLPack, in torch's current stream. Everything else runs by the code
-of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that torch is to
-differentiate, maps without specs, libraries with a backend, and calls inside `without_backends`.
+the home of arrays on one CUDA device, by DLPack, in torch's current stream. Everything else runs
+by the code of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that
+torch is to differentiate, maps without specs, libraries with a backend, and calls inside
+`without_backends`.
 """
 
 from __future__ import annotations
