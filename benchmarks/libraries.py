@@ -1,6 +1,6 @@
 """The same calls on arrays of torch and JAX: time over that of NumPy arrays, in one process.
 
-    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5]
+    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5] [--rows .]
 
 8 heads, d = e = 64, float32; FAVOR+ has 256 features. A row is a call, a cell the ratio of the
 least processor times (wall times on several threads), NumPy's beside it in milliseconds. Gradients
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", default=".", help="a pattern of the names of calls")
     given = parser.parse_args()
     threads = given.threads
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -112,12 +114,15 @@ def main() -> None:
         for length in given.lengths:
             shape = 3, HEADS, length, DIM
             host = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-            for name, call in calls(linattn).items():
+            rows = {n: call for n, call in calls(linattn).items() if re.search(given.rows, n)}
+            for name, call in rows.items():
                 print(_forward(name, call, host, taken), flush=True)
             for name in GRADIENTS:
-                print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
+                if re.search(given.rows, f"{name}, gradients"):
+                    print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
         for name in ("decode_step", "Decoder.step"):
-            print(_step(name, partial(milliseconds, repeats=300, clock=clock)), flush=True)
+            if re.search(given.rows, name):
+                print(_step(name, partial(milliseconds, repeats=300, clock=clock)), flush=True)
 
 
 def _forward(name: str, call: Any, host: Any, taken: Any) -> str:
@@ -155,8 +160,9 @@ def _step(name: str, taken: Any) -> str:
     times = []
     for convert in (np.asarray, torch.from_numpy, jax.numpy.asarray):
         tokens = [convert(x[:, 0].copy()) for x in host]
-        _, state = linattn.linear_attention(*map(convert, host), phi, return_state=True)
-        step = partial(linattn.decode_step, state=state, feature_map=phi)
+        query, key, value = map(convert, host)
+        _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+        step: Any = partial(linattn.decode_step, state=state, feature_map=phi)
         if name == "Decoder.step":
             step = linattn.Decoder(phi, state).step
         times.append(taken(lambda f=step, x=tokens: jax.block_until_ready(f(*x))))

@@ -229,7 +229,8 @@ def test_the_program_is_as_long_at_every_length(jax, name, differentiate):
         moving |= {
             n: given.pop(n) for n in [*given] if hasattr(given[n], "dtype") and n != "key_stop"
         }
-        call, more = linattn.softmax_attention, []
+        call: Any = linattn.softmax_attention
+        more: list[Any] = []
         if isinstance(phi, str):
             call, given["update_rule"] = linattn.linear_recurrence, phi
         elif phi is not None:

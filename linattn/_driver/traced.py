@@ -1,8 +1,8 @@
 """Attention that JAX traces: loops over chunks, compiled alike at every length.
 
 The driver calls `solve` for arrays of JAX inside a trace. What `covers` leaves out is unrolled:
-chosen clusters, stops beside an exact window or of a map that knows positions, and windows of
-packed sequences.
+stops beside an exact window or for a map that depends on positions, and windows of packed
+sequences.
 """
 
 from __future__ import annotations
@@ -410,8 +410,8 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
     """Pair blocks of queries with the blocks of keys that any of them sees, and with no other."""
     jax, xp, size = sys.modules["jax"], problem.xp, problem.key.shape[-2]
     (key, values), length = exact_keys(problem, slice(0, size)), problem.query.shape[-2]
-    low, stop = (np.append(x, np.zeros(-length % ROWS, int)) for x in _seen(problem))
-    low, stop = low.reshape(-1, ROWS), stop.reshape(-1, ROWS)
+    missing = np.zeros(-length % ROWS, np.int64)
+    low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in _seen(problem))
     last = np.where(low < stop, stop, 0).max(axis=1)
     first = np.minimum(np.where(low < stop, low, size).min(axis=1), last)
     width = max(1, int((last - first).max()))
@@ -433,7 +433,7 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
             queries = start + xp.arange(ROWS)[:, None] + problem.sees.query_start
             offset = xp.clip(place - queries, -table.reach - 1, table.reach + 1)
             bias = table.table[..., offset + table.reach + 1]
-        pairs = *query, Tokens(x, log_weight, 0), values
+        pairs: Any = *query, Tokens(x, log_weight, 0), values
 
         def careful() -> Any:
             return _pair(exact_pairs(*pairs, visible, bias, True, functions.exact_block))

@@ -59,7 +59,7 @@ def merge_in_turn(first: State, each: State, totals: Array | None) -> State:
 
     def step(sums: Any, block: Any) -> Any:
         kvz, log_scale, total = block
-        before = State(*sums, 0)
+        before = State(sums[0], sums[1], 0)
         if total is not None:
             before = fade(before, total[..., 0])
         after = merge(before, State(kvz, log_scale[..., 0], 0))

@@ -263,7 +263,7 @@ def _of_torch(torch: Any, tensor: Any) -> Home | None:
 
 
 def _ordinary(tensor: Any, device: Any) -> Any:
-    """Return a tensor whose numbers lie in the memory of a device as they are read."""
+    """Return a tensor whose numbers lie in the memory of a device, ready to be read."""
     torch = sys.modules["torch"]
     if (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)

@@ -4,8 +4,8 @@ The node keeps the arrays of the problem and some states, as a pullback of
 :func:`linattn.linear_attention_vjp` does. A backward pass that is to be differentiated again
 (``create_graph=True``), or mapped, repeats the call by code of the library. So does every call that
 the driver has no pullback for, or in which there is a gradient by another array, such as a
-parameter of a map. JAX's node is of eager reverse mode: what it compiles or maps it differentiates
-itself, and forward mode too.
+parameter of a map. JAX's node is of eager reverse mode: JAX itself differentiates calls that it
+compiles or maps, and forward mode.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     insert: Callable[[Any, Arrays], Any]
     """Return the problem with other arrays."""
     solve: Callable[..., tuple[list[Array], Any]]
-    """``solve(problem, return_state)``: the results, and what the pullback wants of it."""
+    """``solve(problem, return_state)``: the results, and intermediate ones for the pullback."""
     pull: Callable[..., Arrays]
     """``pull(problem, stored, results, *cotangents)``: gradients by name."""
 
@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """Whether the pullback reads the output: that of exact attention does."""
+        """Whether the pullback reads the output, as the one of exact attention does."""
         return isinstance(self.bare, Problem) and not self.bare.num_features
 
     def problem(self, tensors: Any) -> Any:

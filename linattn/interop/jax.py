@@ -117,7 +117,7 @@ def softmax_attention(
     (2, 300, 16)
     """
     attend: Any = functional.softmax_attention
-    return attend(*_taken(query=query, key=key, value=value), **_options(options))  # type: ignore[no-any-return]
+    return attend(*_taken(query=query, key=key, value=value), **_options(options))
 
 
 def linear_recurrence(
