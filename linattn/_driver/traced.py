@@ -423,7 +423,7 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
     tokens = [_pad(x, width - size if size < width else 0) for x in (*key[:2], values)]
     all_finite = xp.all(xp.isfinite(values))
 
-    def pairs_of(query: Any, rows: Any, number: Any, keys: Any) -> Partial:
+    def pairs_of(query: tuple[Any, Tokens], rows: Any, number: Any, keys: Any) -> Partial:
         start, low, stop, first = rows
         x, log_weight, values = keys
         place = first + number * block + xp.arange(block)
@@ -433,13 +433,13 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
             queries = start + xp.arange(ROWS)[:, None] + problem.sees.query_start
             offset = xp.clip(place - queries, -table.reach - 1, table.reach + 1)
             bias = table.table[..., offset + table.reach + 1]
-        pairs: Any = *query, Tokens(x, log_weight, 0), values
+        key, block_of = Tokens(x, log_weight, 0), functions.exact_block
 
         def careful() -> Any:
-            return _pair(exact_pairs(*pairs, visible, bias, True, functions.exact_block))
+            return _pair(exact_pairs(*query, key, values, visible, bias, True, block_of))
 
         def fast() -> Any:
-            return _pair(functions.exact_block(*pairs, visible, bias))
+            return _pair(block_of(*query, key, values, visible, bias))
 
         if visible is None and bias is None:
             return Partial(*fast())
