@@ -68,7 +68,8 @@ def attend(problem: Problem, *, return_state: bool) -> tuple[Array, State | None
         found = on_tape(solve, problem, return_state)
         if found is not None:
             return found
-    return solve(problem, return_state=return_state)
+    output, state, log = solve(problem, return_state=return_state)
+    return output, traced.with_constant_scale(state), log
 
 
 @at_home(exact.solve)

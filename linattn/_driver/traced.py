@@ -35,6 +35,7 @@ from linattn._generic.exact import exact_pairs
 from linattn._generic.prefix_states import state_at
 from linattn._generic.states import combine, divide, log_normalizer
 from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens, Weights
+from linattn.typing._shifts import constant
 
 CHUNK = 128
 """Tokens of a chunk."""
@@ -77,6 +78,15 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | N
     output = divide(part) if problem.normalize else numerators(problem, part)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
     return output, state, log_normalizer(part, problem)[..., 0] if problem.want_log else None
+
+
+def with_constant_scale(state: State | None) -> State | None:
+    """Let all derivatives of a state that JAX traces pass through ``kvz``, none by its scale."""
+    if state is None or not _arrays.is_staged(state.kvz):
+        return state
+    xp, held = _arrays.namespace(state.kvz), constant(state.log_scale)
+    moved = xp.where(held == -xp.inf, xp.zeros_like(held), state.log_scale - held)
+    return state._replace(kvz=state.kvz * xp.exp(moved)[..., None], log_scale=held)
 
 
 # Chunks of tokens -------------------------------------------------------------------------------
