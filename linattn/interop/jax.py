@@ -6,7 +6,7 @@ Under a trace they are loops over chunks, compiled alike at every length, which 
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 try:
     import jax.numpy as jnp
@@ -18,7 +18,7 @@ except ImportError as error:
 import numpy as np
 
 from linattn import _checks, functional, recurrences
-from linattn._driver.options import SoftmaxOptions, WindowOptions
+from linattn._driver.options import WindowOptions
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["linear_attention", "linear_recurrence", "softmax_attention"]
@@ -82,7 +82,12 @@ def linear_attention(
 
 
 def softmax_attention(
-    query: Array, key: Array, value: Array, **options: Unpack[SoftmaxOptions]
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool | Literal["lower_right"] = False,
+    **options: Any,
 ) -> Array:
     """:func:`linattn.softmax_attention` on JAX arrays, or on NumPy arrays that become JAX's.
 
@@ -94,7 +99,7 @@ def softmax_attention(
         Same dtype and device.
     value : jax.Array or ndarray, (..., S, e)
         Same dtype and device.
-    **options
+    is_causal, **options
         As for :func:`linattn.softmax_attention`. The values of stops and borders are needed,
         outside of any trace.
 
@@ -117,11 +122,19 @@ def softmax_attention(
     (2, 300, 16)
     """
     attend: Any = functional.softmax_attention
-    return attend(*_taken(query=query, key=key, value=value), **_options(options))
+    qkv = _taken(query=query, key=key, value=value)
+    found: Array = attend(*qkv, is_causal=is_causal, **_options(options))
+    return found
 
 
 def linear_recurrence(
-    query: Array, key: Array, value: Array, *, update_rule: str, **options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    update_rule: str,
+    return_state: bool = False,
+    **options: Any,
 ) -> Any:
     """:func:`linattn.linear_recurrence` on JAX arrays, or on NumPy arrays that become JAX's.
 
@@ -133,7 +146,7 @@ def linear_recurrence(
         Same dtype and device.
     value : jax.Array or ndarray, (..., L, e)
         Same dtype and device.
-    update_rule, **options
+    update_rule, return_state, **options
         As for :func:`linattn.linear_recurrence`.
 
     Returns
@@ -156,7 +169,8 @@ def linear_recurrence(
     """
     attend: Any = recurrences.linear_recurrence
     qkv = _taken(query=query, key=key, value=value)
-    return attend(*qkv, update_rule=update_rule, **_options(options))
+    flags = {"update_rule": update_rule, "return_state": return_state}
+    return attend(*qkv, **flags, **_options(options))
 
 
 _HOST = ("key_stop", "prefix_length", "cu_seqlens")
