@@ -1,18 +1,20 @@
 """The same calls on arrays of torch and JAX: time over that of NumPy arrays, in one process.
 
-    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5]
+    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5] [--rows .]
 
 8 heads, d = e = 64, float32; FAVOR+ has 256 features. A row is a call, a cell the ratio of the
 least processor times (wall times on several threads), NumPy's beside it in milliseconds. Gradients
-are a forward and a backward pass, by ``linear_attention_vjp`` on NumPy, by ``backward()`` of the
-plain function and of ``linattn.interop.torch`` on torch. JAX is run eagerly, and under ``jax.jit``
-after it was compiled once. The last column is torch's own exact attention, in rows of softmax.
+are a forward and a backward pass, by the functions of NumPy that return a pullback, by
+``backward()`` of the plain function and of ``linattn.interop.torch`` on torch, and by ``jax.grad``.
+JAX is run eagerly, and under ``jax.jit`` after it was compiled once. A step of decoding takes one
+token of all heads, whatever came before. The last column is torch's own exact attention.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import partial
@@ -63,7 +65,10 @@ def calls(linattn: Any) -> dict[str, Callable[..., Any]]:
     }
 
 
-GRADIENTS = ("FAVOR+, full", "FAVOR+, causal", "elu + 1, full", "elu + 1, causal")
+GRADIENTS = (
+    *("FAVOR+, full", "FAVOR+, causal", "elu + 1, full", "elu + 1, causal"),
+    *("softmax, full", "softmax, causal"),
+)
 NOT_TRACED = ("attention()",)
 
 
@@ -84,6 +89,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rows", default=".", help="a pattern of the names of calls")
     given = parser.parse_args()
     threads = given.threads
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -108,10 +114,15 @@ def main() -> None:
         for length in given.lengths:
             shape = 3, HEADS, length, DIM
             host = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-            for name, call in calls(linattn).items():
+            rows = {n: call for n, call in calls(linattn).items() if re.search(given.rows, n)}
+            for name, call in rows.items():
                 print(_forward(name, call, host, taken), flush=True)
             for name in GRADIENTS:
-                print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
+                if re.search(given.rows, f"{name}, gradients"):
+                    print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
+        for name in ("decode_step", "Decoder.step"):
+            if re.search(given.rows, name):
+                print(_step(name, partial(milliseconds, repeats=300, clock=clock)), flush=True)
 
 
 def _forward(name: str, call: Any, host: Any, taken: Any) -> str:
@@ -136,6 +147,30 @@ def _forward(name: str, call: Any, host: Any, taken: Any) -> str:
     return f"| {name} | {host.shape[-2]:,} | {base:.1f} ms | {' | '.join(cells)} | {own} |"
 
 
+def _step(name: str, taken: Any) -> str:
+    """Return the row of a step of decoding."""
+    import jax
+    import numpy as np
+    import torch
+
+    import linattn
+
+    phi = linattn.feature_maps.PositiveFeatures(DIM, num_features=256, rng=0)
+    host = np.random.default_rng(0).standard_normal((3, HEADS, 20, DIM), dtype=np.float32)
+    times = []
+    for convert in (np.asarray, torch.from_numpy, jax.numpy.asarray):
+        tokens = [convert(x[:, 0].copy()) for x in host]
+        query, key, value = map(convert, host)
+        _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+        step: Any = partial(linattn.decode_step, state=state, feature_map=phi)
+        if name == "Decoder.step":
+            step = linattn.Decoder(phi, state).step
+        times.append(taken(lambda f=step, x=tokens: jax.block_until_ready(f(*x))))
+    base, *others = times
+    ratios = " | ".join(f"{x / base:.2f}" for x in others)
+    return f"| {name} | 1 | {1e3 * base:.0f} us | {ratios} | - | - |"
+
+
 def _gradient(name: str, call: Any, host: Any, taken: Any) -> str:
     """Return the row of a call and its gradients."""
     import jax
@@ -147,19 +182,28 @@ def _gradient(name: str, call: Any, host: Any, taken: Any) -> str:
 
     leaves = [torch.from_numpy(x).requires_grad_() for x in host]
     arrays = [jax.numpy.asarray(x) for x in host]
-    learn = partial(interop.linear_attention, **call.keywords)
-    compiled = jax.jit(jax.grad(lambda *x: call(*x).sum(), (0, 1, 2)))
+    kind = "softmax_attention" if name.startswith("softmax") else "linear_attention"
+    options = getattr(call, "keywords", {})
+    learn = partial(getattr(interop, kind), **options)
+    eager = jax.grad(lambda *x: call(*x).sum(), (0, 1, 2))
+    compiled = jax.jit(eager)
 
     def numpys() -> Any:
-        output, pullback = linattn.linear_attention_vjp(*host, **call.keywords)
+        output, pullback = getattr(linattn, f"{kind}_vjp")(*host, **options)
         return pullback(np.ones_like(output))
 
     base = taken(numpys)
     plain, door = (taken(lambda f=f: f(*leaves).sum().backward()) for f in (call, learn))
-    traced = taken(lambda: jax.block_until_ready(compiled(*arrays)))
+    of_jax = [taken(lambda f=f: jax.block_until_ready(f(*arrays))) for f in (eager, compiled)]
+    own = "-"
+    if kind == "softmax_attention":
+        four = [x.detach()[None].requires_grad_() for x in leaves]
+        theirs = partial(torch.nn.functional.scaled_dot_product_attention, **options)
+        own = f"{taken(lambda: theirs(*four).sum().backward()) / plain:.2f}"
+    jax_cells = " | ".join(f"{x / base:.2f}" for x in of_jax)
     return (
         f"| {name}, gradients | {host.shape[-2]:,} | {base:.1f} ms | {plain / base:.2f}, "
-        f"interop {door / base:.2f} | - | {traced / base:.2f} | - |"
+        f"interop {door / base:.2f} | {jax_cells} | {own} |"
     )
 
 

@@ -7,12 +7,15 @@ from functools import partial
 from itertools import compress
 from typing import Any, Literal, Unpack, overload
 
+import numpy as np
+
 from linattn import _arrays, _checks
 from linattn._driver import forward
 from linattn._driver.blocks import take_rows
 from linattn._driver.options import SoftmaxOptions, WindowOptions
 from linattn._driver.problem import exact_problem, linear_problem, step_problem
 from linattn._driver.stamps import stamped
+from linattn._home import step_at_home
 from linattn.typing import Array, ArrayT, FeatureMap, Problem, State
 
 __all__ = ["decode_step", "linear_attention", "softmax_attention"]
@@ -568,6 +571,10 @@ def decode_step(
     ((8, 64), 1)
     """
     weights = {"key_bias": key_bias, "log_decay": log_decay}
+    if not isinstance(query, np.ndarray) and key_bias is None and log_decay is None:
+        answer = step_at_home(decode_step, (query, key, value), state, feature_map)
+        if answer is not None:
+            return answer  # type: ignore[no-any-return]
     problem = step_problem(query, key, value, state, feature_map, **weights)
     assert problem.state is not None
     output, after = forward.step(problem, problem.state)

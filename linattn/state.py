@@ -505,7 +505,7 @@ class Decoder:
         """Take a step at the home of the arrays; None if they have none, or must not go there."""
         home = home_of(arrays[0])
         try:
-            if home is None or not is_ours(self._feature_map):
+            if home is None or home.library is not np or not is_ours(self._feature_map):
                 raise Abroad
             tokens = home.record(arrays)
             weights = {name: home.record(x) for name, x in weights.items()}

@@ -133,6 +133,50 @@ def test_drawn_calls_of_all_options_have_numpys_bits(seed):
         np.testing.assert_allclose(got, wanted, rtol=1e-6 if got.dtype == np.float32 else 1e-15)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_gradients_of_all_options_are_numpys(library, seed):
+    """By one node of torch's tape, or of JAX's; outputs of exact attention are torch's own."""
+    case = option_draws.draw_gradient(seed)
+    case.returns = {}
+    if option_draws.refusals(case) or option_draws.no_gradient(case) or not case.query.size:
+        pytest.skip("is refused, or has no gradient")
+    kind = "linear_attention" if case.kind == "linear" else "softmax_attention"
+    host = ("key_stop", "prefix_length", "cu_seqlens", "key_lengths")
+
+    def made(x):
+        if isinstance(x, linattn.State):
+            return x._replace(kvz=library(x.kvz), log_scale=library(x.log_scale))
+        if isinstance(x, tuple):
+            return tuple(map(made, x))
+        return library(x) if isinstance(x, np.ndarray) else x
+
+    case.library = "numpy"
+    make, wide = test_fuzz_options.arrays_of(case), option_draws.accumulated(case.dtype)
+    options = {n: make(x, wide if n == "initial_state" else None) for n, x in case.options.items()}
+    qkv = [make(x) for x in (case.query, case.key, case.value)]
+    phi = [] if case.feature_map is None else [case.feature_map]
+    output, pullback = getattr(linattn, f"{kind}_vjp")(*qkv, *phi, **options)
+    cotangent = np.random.default_rng(seed).standard_normal(output.shape).astype(output.dtype)
+    want = pullback(cotangent)[:3]
+    given = {n: x if n in host else made(x) for n, x in options.items()}
+    attend = partial(getattr(linattn, kind), **given)
+    arrays = [library(x.copy()) for x in qkv]
+    with linattn.explain() as report:
+        if hasattr(arrays[0], "requires_grad_"):
+            leaves = [x.requires_grad_() for x in arrays]
+            attend(*leaves, *phi).backward(library(cotangent))
+            found = [x.grad for x in leaves]
+        else:
+            jax = pytest.importorskip("jax")
+            found = jax.vjp(lambda *x: attend(*x, *phi), *arrays)[1](library(cotangent))
+    assert report.ran("home") <= {"numpy", "torch"}
+    assert report.ran("home")
+    for got, wanted in zip(flat(list(found)), want, strict=True):
+        size = np.abs(wanted[np.isfinite(wanted)]).max(initial=0)
+        tolerance = 1e-4 if case.dtype == "float32" else 1e-10
+        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance * size)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_every_dtype(library, dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -437,4 +438,16 @@ def _warn_of_short_chunks(layout: Layout) -> None:
                 f"{name} are in chunks of at most {max(chunks)} rows, for which a task costs the "
                 f"scheduler more than the work takes; rechunk to 8,000 to 64,000 rows"
             )
-            warnings.warn(message, stacklevel=12)
+            warnings.warn(message, stacklevel=_caller_level())
+
+
+def _caller_level() -> int:
+    """Return the ``stacklevel`` of the first caller outside of linattn and this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("linattn", __name__.partition(".")[0])

@@ -290,7 +290,8 @@ def _pull_node(
     found = pull(problem, Cotangent(grad, of_state), stored)._asdict()
     decay = problem.weights.log_decay
     if decay is not None:
-        found["log_decay"] = sum_to(found["log_decay"], tuple(decay.shape), 0).to(decay.dtype)
+        summed = sum_to(found["log_decay"], tuple(decay.shape), 0)
+        found["log_decay"] = problem.xp.astype(summed, decay.dtype, copy=False)
     return found
 
 

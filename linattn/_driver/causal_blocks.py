@@ -20,13 +20,15 @@ from linattn._driver.blocks import (
 from linattn._driver.specs import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.decay import fade, faded_rows, near
+from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn._generic.numerics import LEAST, LIFT
 from linattn._generic.separate import scan_separate
+from linattn._generic.states import absorb, read
 from linattn.typing import (
     Array,
     Declined,
-    Opaque,
+    Features,
     Partial,
     Problem,
     SeparateDenominator,
@@ -194,28 +196,25 @@ def _token_by_token(
     jax: Any, specs: Any, query: Tokens, key: Tokens, values_and_one: Array, state: State
 ) -> tuple[Array, ...]:
     """Read the state after each token: no row's scale depends on a later key."""
-    scan: Any = scan_hierarchical
     query_spec, key_spec = specs
-    if any(isinstance(spec, Opaque) for spec in specs):
-        # A map may want to know at which position a token is.
-        return _partial_and_sums(*scan(*specs, query, key, values_and_one, state))
+    queries, log_row = query_features(query_spec, query)
+    keys, decay = row_features(key_spec, key), key.log_decay
 
     def step(sums: Any, token: Any) -> Any:
-        x, y, log_weight, decay, value = (None if a is None else a[..., None, :] for a in token)
+        # Arrays with an axis of one token.
+        log, values, key_log, key_values, decay, value = token
         before = State(sums[0], sums[1], 0)
         if decay is not None:
             before = fade(before, decay[..., 0, :])
-        after = _generic.reduce_block(key_spec, Tokens(y, log_weight, 0), value, before)
-        part = _generic.read_block(query_spec, Tokens(x, None, 0), after, True)
-        num_den, log, *sums = _partial_and_sums(part, after)
+        after = absorb(Features(key_log, key_values), value, before)
+        num_den, log, *sums = _partial_and_sums(read(Features(log, values), after), after)
         return tuple(sums), (num_den[..., 0, :], log[..., 0, :])
 
-    moved = jax.tree.map(
-        lambda a: jax.numpy.moveaxis(a, -2, 0),
-        (query.x, key.x, key.log_weight, key.log_decay, values_and_one),
-    )
-    sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
-    return *(jax.numpy.moveaxis(a, 0, -2) for a in rows), *sums
+    tokens = *queries, *keys, decay, values_and_one
+    moved = jax.tree.map(lambda a: jax.numpy.moveaxis(a[..., None, :], -3, 0), tokens)
+    sums, (num_den, log) = jax.lax.scan(step, tuple(state[:2]), moved)
+    log = jax.numpy.moveaxis(log, 0, -2) + log_row
+    return jax.numpy.moveaxis(num_den, 0, -2), log, *sums
 
 
 def _scanned(

@@ -68,7 +68,8 @@ def attend(problem: Problem, *, return_state: bool) -> tuple[Array, State | None
         found = on_tape(solve, problem, return_state)
         if found is not None:
             return found
-    return solve(problem, return_state=return_state)
+    output, state, log = solve(problem, return_state=return_state)
+    return output, traced.with_constant_scale(state), log
 
 
 @at_home(exact.solve)
@@ -102,9 +103,10 @@ def _solve(
     problem: Problem, return_state: bool, checkpoints: Checkpoints | None
 ) -> tuple[Array, State | None, Array | None]:
     solver: Callable[..., _Solved] = _solve_tasks
-    if problem.sees.cu_seqlens is not None:
+    is_loop = traced.covers(problem)
+    if problem.sees.cu_seqlens is not None and not is_loop:
         solver = _solve_packed
-    elif problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
+    elif not is_loop and problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
         solver = _solve_heads
     solved = solver(problem, return_state, checkpoints)
     warn_of_signs(solved.is_negative)

@@ -50,6 +50,7 @@ from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import (
     blocks_of,
     flip,
+    merge_in_turn,
     prefix_merge,
     stack_states,
     state_at,
@@ -82,8 +83,8 @@ def window_rows(
     for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = MAX_STATES of
     `steps`.
     """
-    window = _Window.of(problem, functions, state.length, block_size)
-    left = _Reader(window.line(0), state, 0)
+    window = Window.of(problem, functions, state.length, block_size)
+    left = Reader(window.line(0), state, 0)
     for rows, sides in window.groups():
         if clusters is not None or window.takes_states(rows, sides):
             part = window.read_states(rows, left, sides, clusters)
@@ -94,7 +95,7 @@ def window_rows(
     return State(last.kvz, last.log_scale, state.length + problem.key.shape[-2])
 
 
-class _Reader:
+class Reader:
     """A line on its way: the state of the keys before one of them, to which later rows add."""
 
     def __init__(self, line: Line, state: State, key: int) -> None:
@@ -116,7 +117,7 @@ class _Reader:
         return part
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """Queries that read keys to the right of their near ones."""
 
     rows: slice
@@ -125,7 +126,7 @@ class _Side(NamedTuple):
     """From the pivot to the near keys."""
     state: State
     """Keys before the pivot that all of the rows read."""
-    beyond: _Reader
+    beyond: Reader
     """Keys from the pivot on."""
 
     def read(self, block_size: int) -> Partial:
@@ -155,7 +156,7 @@ class _Keys(NamedTuple):
         return _arrays.namespace(self.log_decay).sum(self.log_decay, axis=-2)
 
 
-class _Window(NamedTuple):
+class Window(NamedTuple):
     """A problem on the true scale, the same problem with an axis of blocks, and sizes."""
 
     problem: Problem
@@ -174,9 +175,7 @@ class _Window(NamedTuple):
     """Position of the first key for the map."""
 
     @classmethod
-    def of(
-        cls, problem: Problem, functions: BlockFunctions, start: int, block_size: int
-    ) -> _Window:
+    def of(cls, problem: Problem, functions: BlockFunctions, start: int, block_size: int) -> Window:
         """Prepare a problem."""
         # The near part needs far logs on the true scale, the query's own term included.
         problem, size = problem.replace(want_log=True), problem.exact.window
@@ -208,7 +207,7 @@ class _Window(NamedTuple):
 
     # How queries are cut
 
-    def groups(self) -> Iterator[tuple[slice, list[_Side]]]:
+    def groups(self) -> Iterator[tuple[slice, list[Side]]]:
         """Cut the queries into groups; yield each with those of it that read keys to the right."""
         rows = list(self._cut(slice(0, self.problem.query.shape[-2])))
         runs = [(list(self._cut(run)), pivot) for run, pivot in self.stops.runs_ahead()]
@@ -227,13 +226,13 @@ class _Window(NamedTuple):
             yield slice(first, stop)
             first = stop
 
-    def _sides(self, parts: list[slice], pivot: int) -> Iterator[_Side]:
+    def _sides(self, parts: list[slice], pivot: int) -> Iterator[Side]:
         """Yield the parts of a run, each with the state of the keys that all of its rows read."""
         line = self.line(-1, reverse=True)
         lasts = [slice(part.stop - 1, part.stop) for part in parts]
         borders = [int(self.stops.of(last).right[0]) for last in lasts]
         nothing = no_keys(self.problem)
-        beyond = _Reader(self.line(-1), nothing, pivot)
+        beyond = Reader(self.line(-1), nothing, pivot)
 
         def add(keys: slice, state: State) -> State:
             for after in line.add_all(keys, state, self.group_size):
@@ -246,9 +245,9 @@ class _Window(NamedTuple):
         for (rows, _), state in states_before(
             items, first, lambda item, state: add(item[1], state)
         ):
-            yield _Side(rows, self.stops, line, state, beyond)
+            yield Side(rows, self.stops, line, state, beyond)
 
-    def takes_states(self, rows: slice, sides: list[_Side]) -> bool:
+    def takes_states(self, rows: slice, sides: list[Side]) -> bool:
         """Whether each block of a group reads one state to its left, and one to its right."""
         if self.short:
             return False
@@ -261,7 +260,7 @@ class _Window(NamedTuple):
 
     # By lines
 
-    def read_lines(self, rows: slice, left: _Reader, sides: list[_Side]) -> Partial:
+    def read_lines(self, rows: slice, left: Reader, sides: list[Side]) -> Partial:
         """Read near pairs, and all others by the steps of lines."""
         part = _generic.combine(
             self.near(rows, self.tile), left.read(rows, self.stops.of(rows).left, self.group_size)
@@ -275,7 +274,7 @@ class _Window(NamedTuple):
         parts += self._no_keys(row, rows.stop)
         return _generic.combine(part, _joined(parts))
 
-    def _read_sides(self, sides: list[_Side]) -> Iterator[Partial]:
+    def _read_sides(self, sides: list[Side]) -> Iterator[Partial]:
         """Read what some runs of queries see to the right; many short ones at once."""
         if len(sides) <= MAX_APART or self.problem.policy.lazy or self.in_place:
             yield from (side.read(self.group_size) for side in sides)
@@ -359,7 +358,7 @@ class _Window(NamedTuple):
     # By states of blocks
 
     def read_states(
-        self, rows: slice, left: _Reader, sides: list[_Side], clusters: ExactClusters | None
+        self, rows: slice, left: Reader, sides: list[Side], clusters: ExactClusters | None
     ) -> Partial:
         """Read near pairs, and states of all others on an axis of blocks."""
         near, query, front = self._near(rows, self.size)
@@ -372,7 +371,7 @@ class _Window(NamedTuple):
         assert part is not None
         return flat_rows(part, rows.stop - rows.start, front)
 
-    def _far(self, rows: slice, keys: _Keys, left: _Reader, sides: list[_Side]) -> list[Read]:
+    def _far(self, rows: slice, keys: _Keys, left: Reader, sides: list[Side]) -> list[Read]:
         """Return reads of the far keys to the left of each block, and to the right."""
         problem, (first, count) = self.problem, self._tiles(rows, self.size)
         states, totals = self._lefts(first, count, keys, left), keys.totals
@@ -395,7 +394,7 @@ class _Window(NamedTuple):
             rights = None if rights is None else weighted(rights, table[..., -1:])
         return [Read(lefts if rights is None else _generic.merge(lefts, rights))]
 
-    def _lefts(self, first: int, count: int, keys: _Keys, left: _Reader) -> State:
+    def _lefts(self, first: int, count: int, keys: _Keys, left: Reader) -> State:
         """State of all keys left of each block's near keys, and of those of the block after."""
         border = min(max((first - 1) * self.size, 0), self.problem.key.shape[-2])
         before = left.advance(border, self.group_size)
@@ -492,6 +491,8 @@ def _running(
     problem: Problem, first: State, states: State, totals: Array | None, run: slice
 ) -> State:
     """State before each block of a run, and after the last; ``totals``: log decay of each block."""
+    if _arrays.is_staged(states.kvz):
+        return merge_in_turn(first, states, None if totals is None else totals[..., run, :])
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
         return prefix_merge(joined, lazy=problem.policy.lazy)

@@ -16,6 +16,7 @@ from linattn._generic.features import scaled_features
 from linattn._generic.numerics import exp_or_zero, finite_shift, flushed, rescaled
 from linattn._generic.states import by_feature, read
 from linattn.typing import Array, Exact, Features, Partial, RowScale, Spec, State, Tokens
+from linattn.typing._shifts import largest
 
 # Rows -------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ def absorb_rows(
     xp = namespace(g1)
     lead = tuple(adjoint.log_scale.shape[:-1])
     e = queries.log - log
-    c = xp.maximum(adjoint.log_scale, _max_to(xp.max(e, axis=-2), lead))
+    c = xp.maximum(adjoint.log_scale, _max_to(largest(e, axis=-2), lead))
     shift = finite_shift(c, xp)
     weights = times_values(exp_or_zero(e - shift[..., None, :]), queries.values)
     kvz = xp.matmul(xp.matrix_transpose(weights), g1)
@@ -97,13 +98,12 @@ def times_values(weights: Array, values: Array) -> Array:
 
 def _max_to(x: Array, lead: tuple[int, ...]) -> Array:
     """Largest over the leading axes along which an array with axes ``lead`` was broadcast."""
-    xp, shape = namespace(x), tuple(x.shape)
-    extra = max(len(shape) - 1 - len(lead), 0)
+    extra = max(x.ndim - 1 - len(lead), 0)
     if extra:
-        x = xp.max(x, axis=tuple(range(extra)))
+        x = largest(x, axis=tuple(range(extra)))
     lead = lead[len(lead) - x.ndim + 1 :]
     axes = tuple(i for i, n in enumerate(lead) if n == 1 and x.shape[i] != 1)
-    return xp.max(x, axis=axes, keepdims=True) if axes else x
+    return largest(x, axis=axes, keepdims=True) if axes else x
 
 
 # One side of a block ----------------------------------------------------------------------------

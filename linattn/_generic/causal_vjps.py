@@ -32,6 +32,7 @@ from linattn._generic.hierarchical import (
 from linattn._generic.numerics import exp_or_zero, finite_shift, flushed
 from linattn._generic.states import by_feature
 from linattn.typing import Array, Features, Spec, State, Tokens
+from linattn.typing._shifts import largest
 
 
 def scan_vjp(
@@ -168,7 +169,7 @@ class Triangle:
         total = xp.zeros_like(times_values(self._weights, self._keys.values))
         for _, left, right, _, row, products in self._levels:
             # Where nothing is to the left the factor is 0, and not infinite times 0.
-            top = xp.max(left.log, axis=-2, keepdims=True)
+            top = largest(left.log, axis=-2, keepdims=True)
             k = times_values(exp_or_zero(left.log - finite_shift(top, xp)), left.values)
             part = exp_or_zero(right.log + top - row) * xp.matmul(products, k)
             total = total + _scatter(part, self._size, 1)
@@ -184,7 +185,7 @@ class Triangle:
         of_values = xp.zeros_like(self._weights[..., :1] * self._g1)
         for half, left, right, g1, row, products in self._levels:
             e = right.log - row
-            top = xp.max(e, axis=-2, keepdims=True)
+            top = largest(e, axis=-2, keepdims=True)
             q = times_values(exp_or_zero(e - finite_shift(top, xp)), right.values)
             k = exp_or_zero(left.log + top)
             read = xp.matmul(xp.matrix_transpose(products), q)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 from linattn._arrays import namespace
+from linattn._generic.decay import fade
 from linattn._generic.numerics import finite_shift, rescaled
 from linattn._generic.states import merge
 from linattn.typing import Array, State
@@ -42,6 +46,29 @@ def prefix_merge(each: State, *, lazy: bool) -> State:
     """Merge states along an axis, log scales ``(..., n, m)``, each with all before it."""
     answer = None if lazy else _cumulative_on_one_scale(each)
     return _merge_pairwise(each) if answer is None else answer
+
+
+def merge_in_turn(first: State, each: State, totals: Array | None) -> State:
+    """Merge a state with states along an axis of blocks, one after the other, as JAX compiles it.
+
+    ``totals``: log decay ``(..., blocks, 1)``, by which a state fades before each block. The axis
+    of the result has one more: the first state comes first.
+    """
+    jax, xp = sys.modules["jax"], namespace(each.kvz)
+    blocks = each.kvz, each.log_scale[..., None], None if totals is None else totals[..., None]
+
+    def step(sums: Any, block: Any) -> Any:
+        kvz, log_scale, total = block
+        before = State(sums[0], sums[1], 0)
+        if total is not None:
+            before = fade(before, total[..., 0])
+        after = merge(before, State(kvz, log_scale[..., 0], 0))
+        return tuple(after[:2]), sums
+
+    moved = jax.tree.map(lambda x: xp.moveaxis(x, -3, 0), blocks)
+    last, before = jax.lax.scan(step, tuple(first[:2]), moved)
+    kvz, log_scale = (xp.concat([x, y[None]]) for x, y in zip(before, last, strict=True))
+    return State(xp.moveaxis(kvz, 0, -3), xp.moveaxis(log_scale, 0, -2), 0)
 
 
 def _cumulative_on_one_scale(each: State) -> State | None:

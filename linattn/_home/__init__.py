@@ -1,18 +1,23 @@
-"""The home of arrays: calls on torch's and JAX's CPU arrays are computed by NumPy, in their memory.
+"""The home of arrays: calls on torch's and JAX's arrays are computed by NumPy, in their memory.
 
 The functions of the driver that solve a problem are decorated with :func:`at_home`. If all arrays
 of their arguments are CPU arrays of one library, they are viewed as NumPy's, nothing is
-copied, and the results are given back as arrays of that library. Everything else runs by the code
-of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that torch is to
-differentiate, maps without specs, libraries with a backend, and calls inside `without_backends`.
+copied, and the results are given back as arrays of that library. CuPy, where it is installed, is
+the home of arrays on one CUDA device, by DLPack, in torch's current stream. Everything else runs
+by the code of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that
+torch is to differentiate, maps without specs, libraries with a backend, and calls inside
+`without_backends`.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from functools import wraps
+from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import array_api_compat
@@ -35,11 +40,15 @@ class Home(NamedTuple):
     view: Callable[[Array], Array]
     """Raises `Abroad` for an array that NumPy cannot view, or should not."""
     give: Callable[[Array], Array]
+    library: Any = np
+    device: Any = "cpu"
+    entered: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the device and the stream of the arrays current."""
 
     @property
     def namespace(self) -> Any:
-        """The array namespace of NumPy."""
-        return _arrays.namespace(np.empty(0))
+        """The array namespace of NumPy, or of CuPy."""
+        return _arrays.namespace(self.library.empty(0))
 
     def record(self, x: Any) -> Any:
         """View all arrays in an argument of the driver."""
@@ -57,6 +66,8 @@ class Home(NamedTuple):
 
     def results(self, x: Any) -> Any:
         """Give all arrays of a result to the library."""
+        if self.library is not np:
+            return _changed(x, self.give, self.library.ndarray)
         # A sum of NumPy's may be a number of its own instead of an array.
         return _changed(x, lambda a: self.give(np.asarray(a)), (np.ndarray, np.floating))
 
@@ -69,7 +80,7 @@ class Home(NamedTuple):
                 changes[name] = after
         if is_ours(getattr(problem, "feature_map", None)):
             # Its parameters are on the host, and a function of it takes any array.
-            both = problem.feature_map.specs(self.namespace, changes["dtype"], "cpu")
+            both = problem.feature_map.specs(self.namespace, changes["dtype"], self.device)
             for side, spec in zip(("query", "key"), both, strict=True):
                 inside, change = peel_affine(spec)
                 changes |= {f"{side}_spec": inside, f"{side}_change": change}
@@ -142,7 +153,7 @@ def home_of(array: Array) -> Home | None:
     if not _dispatch.uses_home(_arrays.namespace(array)):
         return None
     if array_api_compat.is_torch_array(array):
-        return _of_torch(sys.modules["torch"])
+        return _of_torch(sys.modules["torch"], array)
     if array_api_compat.is_jax_array(array):
         return _of_jax(sys.modules["jax"], array)
     return None
@@ -164,8 +175,9 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
             try:
                 if home is None:
                     raise Abroad
-                given = [home.record(x) for x in (record, *args)]
-                options = {name: home.record(x) for name, x in kwargs.items()}
+                with home.entered():
+                    given = [home.record(x) for x in (record, *args)]
+                    options = {name: home.record(x) for name, x in kwargs.items()}
             except Abroad:
                 return function(record, *args, **kwargs)
             if instead is not None and home.view is _tensor_view:
@@ -174,25 +186,61 @@ def at_home(instead: Callable[..., Any] | None = None) -> Callable[[_F], _F]:
                     _dispatch.note_home(_arrays.namespace(first), _arrays.namespace(first))
                     return answer
             _dispatch.note_home(home.namespace, _arrays.namespace(first))
-            return home.results(function(*given, **options))
+            with home.entered():
+                return home.results(function(*given, **options))
 
         return call  # type: ignore[return-value]
 
     return decorate
 
 
+def step_at_home(step: Callable[..., Any], tokens: Any, state: Any, feature_map: Any) -> Any:
+    """Take a decoding step of NumPy's arrays; None for arrays without a home, and for mistakes."""
+    home = home_of(tokens[0])
+    if home is None or home.library is not np:
+        return None
+    if not (is_ours(feature_map) and hasattr(state, "kvz")):
+        return None
+    if any(isinstance(x, np.ndarray) for x in (*tokens, state.kvz, state.log_scale)):
+        return None
+    view, give = home.view, home.give
+    try:
+        before = state._replace(kvz=view(state.kvz), log_scale=view(state.log_scale))
+        output, after = step(*map(view, tokens), before, feature_map)
+    except (Abroad, AttributeError, TypeError, ValueError):
+        # Of a mistake the caller's own arrays tell.
+        return None
+    _dispatch.note_home(home.namespace, _arrays.namespace(tokens[0]))
+    return give(output), after._replace(kvz=give(after.kvz), log_scale=give(after.log_scale))
+
+
 def wants_gradients(problem: Problem | Recurrence) -> bool:
-    """Whether torch asks for gradients by arrays of a problem."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(problem.query, torch.Tensor) or not torch.is_grad_enabled():
+    """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
+    torch, query = sys.modules.get("torch"), problem.query
+    if torch is not None and isinstance(query, torch.Tensor):
+        if not torch.is_grad_enabled():
+            return False
+        return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
+    if not array_api_compat.is_jax_array(query):
         return False
-    return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
+    return any(primal(x) is not x for x in arrays_of(problem) or ())
+
+
+def primal(array: Any) -> Any:
+    """Return the value of an array of JAX's eager reverse mode; others unchanged.
+
+    Its tracers are of a class that JAX does not export, and its older versions do not have.
+    """
+    if type(array).__name__ != "LinearizeTracer":
+        return array
+    value, tracer = array.primal, sys.modules["jax"].core.Tracer
+    return array if isinstance(value, tracer) else value
 
 
 # torch --------------------------------------------------------------------------------------------
 
 
-def _of_torch(torch: Any) -> Home | None:
+def _of_torch(torch: Any, tensor: Any) -> Home | None:
     functorch, state = torch._C._functorch, torch._C
     is_watched = (
         torch.compiler.is_compiling()
@@ -201,14 +249,25 @@ def _of_torch(torch: Any) -> Home | None:
         or functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
-    return None if is_watched else Home(_tensor_view, _as_tensor)
+    if is_watched:
+        return None
+    if tensor.device.type != "cuda":
+        return Home(_tensor_view, _as_tensor)
+    device = tensor.device
+
+    def view(x: Any) -> Array:
+        return _shared(_ordinary(x, device).detach())
+
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return on_gpu(device.index, stream, view, torch.from_dlpack)
 
 
-def _tensor_view(tensor: Any) -> Array:
+def _ordinary(tensor: Any, device: Any) -> Any:
+    """Return a tensor whose numbers lie in the memory of a device, ready to be read."""
     torch = sys.modules["torch"]
     if (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or tensor.device.type != "cpu"
+        or tensor.device != device
         or tensor.layout != torch.strided
         or tensor.is_conj()
         or tensor.is_neg()
@@ -216,6 +275,12 @@ def _tensor_view(tensor: Any) -> Array:
         or torch._is_functional_tensor(tensor)
     ):
         raise Abroad
+    return tensor
+
+
+def _tensor_view(tensor: Any) -> Array:
+    torch = sys.modules["torch"]
+    tensor = _ordinary(tensor, torch.device("cpu"))
     try:
         if tensor.dtype != torch.bfloat16:
             return tensor.detach().numpy()
@@ -231,7 +296,7 @@ def _as_tensor(array: Any) -> Any:
     torch = sys.modules["torch"]
     if not array.flags.writeable or any(stride < 0 for stride in array.strides):
         array = array.copy()
-    if array.dtype.name == "bfloat16":
+    if array.dtype.kind == "V":  # bfloat16, of ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -251,11 +316,63 @@ def _of_jax(jax: Any, array: Any) -> Home | None:
     if isinstance(array, jax.core.Tracer):
         return None
     device = next(iter(array.devices()))
+    if device.platform not in ("cpu", "gpu"):
+        return None
 
     def view(x: Any) -> Array:
-        is_here = not isinstance(x, jax.core.Tracer) and x.devices() == {device}
-        if not is_here or device.platform != "cpu":
+        if isinstance(x, jax.core.Tracer) or x.devices() != {device}:
             raise Abroad
-        return np.asarray(x)
+        return np.asarray(x) if device.platform == "cpu" else _shared(x)
 
-    return Home(view, lambda x: jax.device_put(x, device))
+    if device.platform == "gpu":
+        # JAX's streams are its own: DLPack makes each library wait for the other's.
+        return on_gpu(device.local_hardware_id, None, view, jax.dlpack.from_dlpack)
+    return Home(view, lambda x: jax.device_put(x, device, may_alias=True))
+
+
+# GPUs ---------------------------------------------------------------------------------------------
+
+
+def on_gpu(
+    number: int,
+    stream: int | None,
+    view: Callable[[Array], Array],
+    give: Callable[[Array], Array],
+) -> Home | None:
+    """Return CuPy as the home of arrays on a CUDA device; None where it is not installed.
+
+    ``stream``: address of the caller's current stream, None to leave CuPy's as it is.
+    """
+    cupy = _cupy()
+    if cupy is None:
+        return None
+    device = cupy.cuda.Device(number)
+
+    def entered() -> AbstractContextManager[Any]:
+        both = ExitStack()
+        both.enter_context(device)
+        if stream is not None:
+            protocol = SimpleNamespace(__cuda_stream__=lambda: (0, stream))
+            both.enter_context(cupy.cuda.Stream.from_external(protocol))
+        return both
+
+    return Home(view, give, cupy, device, entered)
+
+
+@cache
+def _cupy() -> Any:
+    if "cupy" not in _dispatch.registered_backends():
+        return None
+    try:
+        return importlib.import_module("cupy")
+    except ImportError:
+        return None
+
+
+def _shared(array: Any) -> Array:
+    """View the memory of an array on a GPU as CuPy's."""
+    try:
+        return sys.modules["cupy"].from_dlpack(array)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        # Of a dtype that CuPy lacks, or of memory that it cannot see.
+        raise Abroad from error

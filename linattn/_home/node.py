@@ -1,9 +1,11 @@
-"""Calls whose gradients torch asks for: one node of its tape, forward and backward at home.
+"""Calls whose gradients torch or JAX asks for: one node of its tape, forward and backward at home.
 
 The node keeps the arrays of the problem and some states, as a pullback of
 :func:`linattn.linear_attention_vjp` does. A backward pass that is to be differentiated again
-(``create_graph=True``) repeats the call by code of torch. So does every call that the driver has no
-pullback for, or in which torch asks for a gradient by another array, such as a parameter of a map.
+(``create_graph=True``), or mapped, repeats the call by code of the library. So does every call that
+the driver has no pullback for, or in which there is a gradient by another array, such as a
+parameter of a map. JAX's node is of eager reverse mode: JAX itself differentiates calls that it
+compiles or maps, and forward mode.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from linattn._home import arrays_of, home_of
+import array_api_compat
+
+from linattn._generic.feature_vjps import sum_to
+from linattn._home import arrays_of, home_of, primal
 from linattn.typing import Array, Problem
 
 Arrays = dict[str, Array]
@@ -27,28 +32,33 @@ class Kind(NamedTuple):
     insert: Callable[[Any, Arrays], Any]
     """Return the problem with other arrays."""
     solve: Callable[..., tuple[list[Array], Any]]
-    """``solve(problem, return_state)``: the results, and what the pullback wants of it."""
+    """``solve(problem, return_state)``: the results, and intermediate ones for the pullback."""
     pull: Callable[..., Arrays]
     """``pull(problem, stored, results, *cotangents)``: gradients by name."""
 
 
 def is_covered(kind: Kind, problem: Any) -> bool:
-    """Whether all gradients that torch asks for are of arrays of this kind, and all is at home."""
-    home, arrays = home_of(problem.query), arrays_of(problem)
+    """Whether all gradients that are asked for are of arrays of this kind, and all is at home."""
+    known, arrays = kind.arrays(problem), arrays_of(problem)
+    home = home_of(primal(problem.query))
     if home is None or arrays is None:
         return False
-    wanted = {id(x) for x in arrays if x.requires_grad}
-    if not wanted <= {id(x) for x in kind.arrays(problem).values()}:
+    if array_api_compat.is_jax_array(problem.query):
+        bare = {name: primal(x) for name, x in known.items() if x is not None}
+        return home.covers(kind.insert(problem, bare))
+    if not {id(x) for x in arrays if x.requires_grad} <= {id(x) for x in known.values()}:
         return False
     with sys.modules["torch"].no_grad():
         return home.covers(problem)
 
 
 def apply(kind: Kind, problem: Any, return_state: bool) -> Any:
-    """Return the results of a problem, as one node of torch's tape."""
+    """Return the results of a problem, as one node of the tape."""
     arrays = {name: x for name, x in kind.arrays(problem).items() if x is not None}
     bare = kind.insert(problem, dict.fromkeys(arrays))
     call = _Call(kind, bare, return_state, tuple(arrays))
+    if array_api_compat.is_jax_array(problem.query):
+        return _apply_jax(sys.modules["jax"], call, tuple(arrays.values()))
     return _node().apply(call, *arrays.values())
 
 
@@ -62,7 +72,7 @@ class _Call(NamedTuple):
 
     @property
     def keeps_output(self) -> bool:
-        """Whether the pullback reads the output: that of exact attention does."""
+        """Whether the pullback reads the output, as the one of exact attention does."""
         return isinstance(self.bare, Problem) and not self.bare.num_features
 
     def problem(self, tensors: Any) -> Any:
@@ -95,7 +105,7 @@ def _node() -> Any:
             again, home = torch.is_grad_enabled(), home_of(tensors[0])
             if again or home is None or not home.covers(cotangents):
                 with torch.enable_grad():
-                    found = _pull_again(call, problem, tensors, results, cotangents, again)
+                    found = _pull_again(call, tensors, results, cotangents, again)
                 return None, *found
             found = call.kind.pull(problem, ctx.stored, results, *cotangents)
             return None, *(found[name] for name in call.names)
@@ -103,20 +113,51 @@ def _node() -> Any:
     return Attend
 
 
-def _pull_again(
-    call: _Call, problem: Any, tensors: Any, before: Any, cotangents: Any, again: bool
-) -> list[Array]:
-    """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
-    torch: Any = sys.modules["torch"]
+def _again(call: _Call, tensors: Any, before: Any) -> list[Array]:
+    """Return the results that have gradients once more, by code of the library."""
+    problem = call.problem(tensors)
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
         # On the scale that the caller has.
-        log = torch.where(before[2] == -torch.inf, 0, results[2] - before[2])
-        results[1] = results[1] * torch.exp(log)[..., None]
+        xp, log = problem.xp, results[2] - before[2]
+        log = xp.where(before[2] == -xp.inf, xp.zeros_like(log), log)
+        results[1] = results[1] * xp.exp(log)[..., None]
+    return results[:2]
+
+
+def _pull_again(
+    call: _Call, tensors: Any, before: Any, cotangents: Any, again: bool
+) -> list[Array]:
+    """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
+    torch: Any = sys.modules["torch"]
     wanted = [x for x in tensors if x.requires_grad]
-    pairs = zip(results[:2], cotangents, strict=False)
+    pairs = zip(_again(call, tensors, before), cotangents, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
     outputs, grads = zip(*used, strict=True)
     options = {"create_graph": again, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, wanted, grads, **options))
     return [next(found) if x.requires_grad else None for x in tensors]
+
+
+def _apply_jax(jax: Any, call: _Call, arrays: tuple[Array, ...]) -> Any:
+    stored: Any = None
+
+    def forward(*arrays: Array) -> Any:
+        nonlocal stored
+        results, stored = call.kind.solve(call.problem(arrays), call.return_state)
+        return tuple(results), (arrays, tuple(results[0 if call.keeps_output else 1 :]))
+
+    def backward(saved: Any, cotangents: Any) -> Any:
+        arrays, results = saved
+        results = results if call.keeps_output else (None, *results)
+        home = home_of(arrays[0])
+        if home is None or not home.covers(cotangents):
+            pullback = jax.vjp(lambda *x: _again(call, x, results), *arrays)[1]
+            return pullback(list(cotangents[:2]))
+        found = call.kind.pull(call.problem(arrays), stored, results, *cotangents)
+        pairs = [(found[name], x) for name, x in zip(call.names, arrays, strict=True)]
+        return tuple(sum_to(grad, tuple(x.shape), 0).astype(x.dtype) for grad, x in pairs)
+
+    attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
+    attend.defvjp(forward, backward)
+    return attend(*arrays)

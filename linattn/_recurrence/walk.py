@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
+from linattn._arrays import is_staged
 from linattn._dispatch import find, is_declined, whole_function
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
@@ -22,6 +24,10 @@ from linattn.typing import Array, Recurrence
 
 GROUP_SIZE = 2**18
 """Entries of the triangles of a group, all heads and chunks together: they stay in a cache."""
+
+
+TRACED_CHUNKS = 2
+"""Chunks of a group that JAX compiles."""
 
 
 class _Group(NamedTuple):
@@ -102,6 +108,8 @@ def _solve(problem: Recurrence) -> tuple[Array, Array]:
     if problem.borders is not None:
         outputs, states = zip(*map(_solve, sequences(problem)), strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states)
+    if _is_looped(problem):
+        return _scan_groups(problem)
     answer = _whole("recurrence", problem)
     return _solve_in_groups(problem)[:2] if answer is None else (answer[0], answer[1])
 
@@ -133,7 +141,7 @@ def _solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | 
         solved = [_solve_for_pullback(sequence) for sequence in sequences(problem)]
         outputs, states, before = zip(*solved, strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
-    if find("recurrence_vjp", xp) is None:
+    if find("recurrence_vjp", xp) is None and not _is_looped(problem):
         return _solve_in_groups(problem)
     return *_solve(problem), None
 
@@ -151,6 +159,36 @@ def _solve_in_groups(problem: Recurrence) -> tuple[Array, Array, list[Any]]:
             output, state = scan_chunks(_chunks(problem, group), state)
             parts.append(xp.astype(_tokens(problem, output, group), like["dtype"], copy=False))
         return xp.concat(parts, axis=-2), state, before_groups
+
+
+def _is_looped(problem: Recurrence) -> bool:
+    """Whether JAX compiles a problem of more than one group."""
+    arrays = problem.query, problem.key, problem.value
+    return problem.key.shape[-2] > TRACED_CHUNKS * problem.chunk_size and any(
+        map(is_staged, arrays)
+    )
+
+
+def _scan_groups(problem: Recurrence) -> tuple[Array, Array]:
+    """Solve equal groups in a loop, which JAX compiles alike at every length."""
+    jax, xp, length = sys.modules["jax"], problem.xp, problem.key.shape[-2]
+    rows = TRACED_CHUNKS * _power_of_two(problem.chunk_size)
+    group = _Group(slice(0, rows), _power_of_two(problem.chunk_size))
+
+    def cut(x: Array) -> Array:
+        missing = xp.zeros((*x.shape[:-2], -length % rows, x.shape[-1]), dtype=x.dtype)
+        x = xp.concat([x, missing], axis=-2)
+        return xp.moveaxis(xp.reshape(x, (*x.shape[:-2], -1, rows, x.shape[-1])), -3, 0)
+
+    def step(state: Array, tokens: dict[str, Array]) -> tuple[Array, Array]:
+        output, state = scan_chunks(_chunks(replace(problem, **tokens), group), state)
+        return state, xp.astype(_tokens(problem, output, group), problem.query.dtype, copy=False)
+
+    given = {name: getattr(problem, name) for name in _NAMES[:-1]}
+    tokens = {name: cut(x) for name, x in given.items() if x is not None}
+    state, parts = jax.lax.scan(jax.checkpoint(step), _initial_state(problem), tokens)
+    output = xp.moveaxis(parts, 0, -3)
+    return xp.reshape(output, (*output.shape[:-3], -1, output.shape[-1]))[..., :length, :], state
 
 
 @at_home()
@@ -191,6 +229,8 @@ def _pull_back(
         *of_tokens, of_state = zip(*gradients, strict=True)
         joined = [None if part[0] is None else xp.concat(part, axis=-2) for part in of_tokens]
         return [*joined, None if of_state[0] is None else xp.stack(of_state)]
+    if _is_looped(problem):
+        return _pull_loop(problem, grad_output, grad_state)
     if before is None:
         answer = _whole("recurrence_vjp", problem, grad_output, grad_state)
         if answer is not None:
@@ -219,6 +259,18 @@ def _pull_back(
         if problem.initial_state is None:
             return [*together, None]
         return [*together, sum_to(grad_state, tuple(problem.initial_state.shape[:-2]), 2)]
+
+
+def _pull_loop(problem: Recurrence, grad_output: Array, grad_state: Array) -> list[Array]:
+    """Let JAX differentiate its loop."""
+    given = {name: x for name, x in _tape_arrays(problem).items() if x is not None}
+    results, pullback = sys.modules["jax"].vjp(
+        lambda arrays: _scan_groups(_with_arrays(problem, arrays)), given
+    )
+    if grad_state is None:
+        grad_state = problem.xp.zeros_like(results[1])
+    (found,) = pullback((problem.xp.astype(grad_output, results[0].dtype), grad_state))
+    return [found.get(name) for name in _NAMES]
 
 
 @at_home()
@@ -276,10 +328,12 @@ def _pull_node(
 ) -> dict[str, Array]:
     found = dict(zip(_NAMES, pull_back(problem, before, grad_output, grad_state), strict=True))
     arrays = _tape_arrays(problem)
-    return {
-        name: None if x is None else sum_to(x, tuple(arrays[name].shape), 0).to(arrays[name].dtype)
-        for name, x in found.items()
-    }
+
+    def like(x: Array, array: Array) -> Array:
+        summed = sum_to(x, tuple(array.shape), 0)
+        return problem.xp.astype(summed, array.dtype, copy=False)
+
+    return {n: None if x is None else like(x, arrays[n]) for n, x in found.items()}
 
 
 def attend(problem: Recurrence) -> tuple[Array, Array]:

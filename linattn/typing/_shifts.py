@@ -17,7 +17,7 @@ def constant(array: Any) -> Any:
     return array
 
 
-def largest(array: Any, *, axis: int = -1, keepdims: bool = False) -> Any:
+def largest(array: Any, *, axis: Any = -1, keepdims: bool = False) -> Any:
     """Return the maximum along an axis, to be taken out of exponents and put back.
 
     It cancels, and so would its gradient. Were it differentiated, JAX would look for the entries
