@@ -41,7 +41,6 @@ class _OneLineGroup(TyperGroup):
 # What only a running command needs is imported inside it: --help stays quick.
 app = typer.Typer(
     cls=_OneLineGroup,
-    add_completion=False,
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -77,6 +76,22 @@ def _map_names() -> str:
     from linattn.cli.maps import map_names
 
     return "\n".join(map_names())
+
+
+def _complete_method(incomplete: str) -> list[str]:
+    """Complete the last name of a list."""
+    from linattn.cli.text import beginning
+
+    *given, last = incomplete.split(",")
+    names = [line.split()[0] for line in _methods().splitlines()]
+    return [",".join([*given, name]) for name in beginning(last, names)]
+
+
+def _complete_map(incomplete: str) -> list[str]:
+    from linattn.cli.maps import NAMES
+    from linattn.cli.text import beginning
+
+    return beginning(incomplete, [*_map_names().splitlines(), *NAMES, "exact"])
 
 
 @app.callback()
@@ -116,6 +131,7 @@ _Maps = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAMES",
+        autocompletion=_complete_method,
         help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
         "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Or published "
         "attentions, see --list. Repeat the option or use commas, here and below.  "
@@ -176,6 +192,10 @@ _Out = Annotated[
         "frontier.png.",
     ),
 ]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object in the place of tables and lines.")
+]
+_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")]
 
 
 @app.command(short_help="Is a feature map good enough, and faster?")
@@ -194,13 +214,16 @@ def compare(
     max_tokens: _MaxTokens = 2048,
     max_heads: _MaxHeads = 32,
     out: _Out = Path("linattn-compare"),
+    as_json: _Json = False,
+    quiet: _Quiet = False,
 ) -> None:
     """Measure feature maps against exact attention, and say whether one is good enough."""
     with _one_line_errors():
         from linattn.cli import methods, settings
 
         try:
-            names = settings.words("--maps", maps, "name") if maps else ()
+            texts = methods.without_labels(maps or [])
+            names = settings.words("--maps", texts, "name") if maps else ()
             chosen = methods.select(names)
         except ValueError as error:
             raise CommandError(f"--maps: {error}") from None
@@ -231,16 +254,21 @@ def compare(
                 max_tokens=max_tokens,
                 max_heads=max_heads,
                 out=out,
-            )
+            ),
+            as_json=as_json,
+            quiet=quiet,
         )
 
 
 @app.command(short_help="What is installed here, for bug reports.")
-def info() -> None:
+def info(as_json: _Json = False) -> None:
     """Show versions, backends, BLAS, threads and GPUs: for bug reports."""
     from linattn.cli import info as here
 
-    typer.echo(here.text())
+    if as_json:
+        _print_json(here.record())
+    else:
+        typer.echo(here.text())
 
 
 @app.command(short_help="Is a feature map what it claims to be?")
@@ -249,6 +277,7 @@ def verify(
         str,
         typer.Argument(
             metavar="NAME|MODULE:OBJECT",
+            autocompletion=_complete_map,
             help="A feature map of linattn by its class, such as PositiveFeatures; or a map of "
             "your own, or factory(rng) that makes one, in a module that can be imported here.",
         ),
@@ -277,6 +306,7 @@ def verify(
             "--list", callback=_show(_map_names), is_eager=True, help="Show the maps known by name."
         ),
     ] = False,
+    as_json: _Json = False,
 ) -> None:
     """Check the claims of a feature map: mean, variance, causality, streaming, arrays.
 
@@ -295,11 +325,14 @@ def verify(
             report = checks.verify(
                 found, num_draws=draws, seed=seed, notify=notify, show_traceback=traceback
             )
-    console = Console(markup=False, highlight=False, emoji=False)
-    console.print(checks.report_table(report))
-    for text in (*checks.failures(report), report.summary, report.reservation):
-        if text:
-            console.print(text)
+    if as_json:
+        _print_json(checks.record(report))
+    else:
+        console = Console(markup=False, highlight=False, emoji=False)
+        console.print(checks.report_table(report))
+        for text in (*checks.failures(report), report.summary, report.reservation):
+            if text:
+                console.print(text)
     if not report.passed:
         raise typer.Exit(1)
     if report.reservation:
@@ -327,6 +360,7 @@ _Map = Annotated[
     typer.Option(
         "--map",
         metavar="NAME",
+        autocompletion=_complete_map,
         help="Feature map: a class of linattn such as PositiveFeatures (see verify --list), a "
         "name of a map in compare --list, or MODULE:OBJECT; or exact, for exact attention in "
         "quadratic time.  [default: landmarks; with --causal favor+]",
@@ -397,6 +431,7 @@ def attend(
     workers: _Workers = None,
     scheduler: _Scheduler = None,
     resume: _Resume = False,
+    as_json: _Json = False,
 ) -> None:
     """Attend a block at a time, from files to a file; memory does not grow with their length.
 
@@ -429,13 +464,22 @@ def attend(
         )
         with _rows_progress() as progress:
             summary = files_to_file.run(settings, progress, _warn)
-    say(str(summary), whole=True)
+    if as_json:
+        _print_json(summary.record())
+    else:
+        say(str(summary), whole=True)
     if summary.failure:
         _fail(summary.failure)
         raise typer.Exit(3)
 
 
-def _compare(settings: Settings) -> None:
+def _print_json(record: dict[str, Any]) -> None:
+    from linattn.cli.report import as_json
+
+    typer.echo(as_json(record).decode().rstrip())
+
+
+def _compare(settings: Settings, *, as_json: bool, quiet: bool) -> None:
     from rich.console import Console
 
     from linattn.cli import inputs, plots, report, tables
@@ -462,6 +506,12 @@ def _compare(settings: Settings) -> None:
     for name, content in zip(names, contents, strict=True):
         report.write(settings.out / name, content)
 
+    if as_json:
+        _print_json(results.record())
+        return
+    if quiet:
+        say(f"Verdict: {results.verdict.sentence}", whole=True)
+        return
     # A narrower terminal breaks the lines of a table; nothing may be cut off.
     width = max(tables.WIDTH, shutil.get_terminal_size().columns)
     console = Console(markup=False, highlight=False, emoji=False, width=width)
@@ -501,10 +551,12 @@ def _bar(*columns: Any) -> Iterator[Any]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """Show steps done; call the function it yields before each step."""
-    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    text = TextColumn("{task.description}", markup=False)
-    with _bar(MofNCompleteColumn(), TimeElapsedColumn(), text) as progress:
+    left = TextColumn("passed, about")
+    text = TextColumn("left: {task.description}", markup=False)
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), left, TimeRemainingColumn(), text)
+    with _bar(*columns) as progress:
         task = progress and progress.add_task("", total=total)
         begun = 0
 

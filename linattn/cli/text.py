@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["count", "duration", "find_name", "reason", "say", "wrap"]
+__all__ = ["beginning", "count", "duration", "find_name", "reason", "say", "wrap"]
 
 T = TypeVar("T")
 
@@ -33,21 +33,30 @@ def reason(error: Exception) -> str:
 
 
 def find_name(name: str, known: Mapping[str, T]) -> T:
-    """Return what a name is known for, whatever its case.
+    """Return what a name is known for, whatever its case and its spaces.
 
     Raises
     ------
     ValueError
         It is unknown; the message is the name, and known ones that are near.
     """
-    spelled = {each.casefold(): each for each in known}
-    word = name.casefold()
+    spelled = {_bare(each): each for each in known}
+    word = _bare(name)
     if word in spelled:
         return known[spelled[word]]
     begin = (each for each in spelled if word and each.startswith(word))
     near = dict.fromkeys((*begin, *get_close_matches(word, spelled)))
     guess = " or ".join([spelled[each] for each in near][:3])
     raise ValueError(f"{name}; did you mean {guess}?" if guess else name)
+
+
+def _bare(name: str) -> str:
+    return "".join(name.casefold().split())
+
+
+def beginning(start: str, names: Iterable[str]) -> list[str]:
+    """Return the names that begin so, whatever their case."""
+    return [name for name in names if name.casefold().startswith(start.casefold())]
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:
