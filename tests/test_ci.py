@@ -26,7 +26,8 @@ case $call in
 esac
 if [[ ${folder:-} ]]; then
     mkdir -p "$folder/bin"
-    for tool in pip python pytest ruff mypy lint-imports mkdocs; do cp "$0" "$folder/bin/$tool"; done
+    tools="pip python pytest ruff mypy lint-imports mkdocs"
+    for tool in $tools; do cp "$0" "$folder/bin/$tool"; done
 fi
 [[ $call != "$FAILING" ]]
 """
