@@ -20,8 +20,8 @@ __all__ = ["idea", "main", "times"]
 RECORD = "amd-epyc-25-17"
 CURVES = (
     ("torch-exact", "torch, exact", "#e0691a"),
-    ("linattn-favor", "linattn, FAVOR+", "#1f83c9"),
-    ("linattn-elu", "linattn, elu + 1", "#15a077"),
+    ("linattn-favor", "random features", "#1f83c9"),
+    ("linattn-elu", "elu + 1", "#15a077"),
 )
 LENGTHS = (512, 1024, 4096, 16384)
 TICKS = {0.001: "1 ms", 0.01: "10 ms", 0.1: "100 ms", 1.0: "1 s"}
