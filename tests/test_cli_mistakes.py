@@ -20,8 +20,6 @@ import pytest
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
 import linattn
-from linattn.cli import app as commands
-from linattn.cli.text import beginning
 from tests.command import assert_refused, call
 from tests.test_cli_attend import dense
 
@@ -67,7 +65,11 @@ FILES = {
     "text": ("x.npy", _bytes(b"1 2 3\n"), "(numpy.save), got something else"),
     "half a file": ("x.npy", _cut, "got one that is cut off or damaged"),
     "a pickle with that name": ("x.npy", _bytes(pickle.dumps([1])), "got something else"),
-    "an .npz with that name": ("x.npy", lambda name: os.link("all.npz", name), "key"),
+    "an .npz with that name": (
+        "x.npy",
+        lambda name: os.link("all.npz", name),
+        "got something else",
+    ),
     "objects": ("x.npy", _save(OBJECTS), "got Python objects, which are never unpickled"),
     "integers": ("x.npy", _save(KEY.astype(int)), "float16"),
     "complex numbers": ("x.npy", _save(KEY.astype(complex)), "got complex128"),
@@ -164,7 +166,7 @@ OPTIONS = {
         "an output that is an input": (["--out", "q.npy"], "--out q.npy: is the file of q.npy too"),
         "a folder that is not there": (["--out", "no/o.npy"], "no/o.npy: cannot be opened"),
         "a tolerance of 0": (["--tolerance", "0"], "--tolerance: want a number > 0, got 0"),
-        "a tolerance in words": (["--tolerance", "ten"], "'ten' is not a valid float"),
+        "a tolerance in words": (["--tolerance", "ten"], "--tolerance"),
         "a block of no rows": (["--block-size", "0"], "--block-size: want a whole number >= 1"),
         "an option of compare": (["--maps", "relu"], "No such option: --maps"),
         "an option without a value": (["--num-features"], "requires an argument"),
@@ -287,12 +289,14 @@ class TestPrograms:
             "COMP_WORDS": "linattn co",
         }
         assert call(**given).stdout.split() == ["compare"]
-        words = "linattn attend --map FAV"
-        given |= {"COMP_WORDS": words, "COMP_CWORD": "3"}
-        assert call(**given).stdout.split() == ["favor+"]
-        assert commands._complete_method("relu,long") == ["relu,longformer"]
-        assert "landmarks" in commands._complete_map("")
-        assert beginning("x", ["y"]) == []
+        for words, last, wanted in (
+            ("linattn attend --map fav", "3", ["favor+"]),
+            ("linattn compare --maps relu,longf", "3", ["relu,longformer"]),
+            ("linattn verify Posit", "2", ["PositiveFeatures"]),
+        ):
+            given |= {"COMP_WORDS": words, "COMP_CWORD": last}
+            found = call(**given).stdout.split()
+            assert [name for name in found if name.startswith(words.split()[-1])] == wanted
 
 
 def test_a_terminal_says_the_time_left(folder):

@@ -79,19 +79,15 @@ def _map_names() -> str:
 
 
 def _complete_method(incomplete: str) -> list[str]:
-    """Complete the last name of a list."""
-    from linattn.cli.text import beginning
-
-    *given, last = incomplete.split(",")
-    names = [line.split()[0] for line in _methods().splitlines()]
-    return [",".join([*given, name]) for name in beginning(last, names)]
+    """Return how a list of names may go on; the shell takes what begins as the list does."""
+    given = incomplete.rpartition(",")
+    return ["".join([*given[:2], line.split()[0]]) for line in _methods().splitlines()]
 
 
-def _complete_map(incomplete: str) -> list[str]:
+def _complete_map() -> list[str]:
     from linattn.cli.maps import NAMES
-    from linattn.cli.text import beginning
 
-    return beginning(incomplete, [*_map_names().splitlines(), *NAMES, "exact"])
+    return [*_map_names().splitlines(), *NAMES, "exact"]
 
 
 @app.callback()
@@ -400,7 +396,11 @@ _BlockSize = Annotated[
 ]
 _Workers = Annotated[
     int | None,
-    typer.Option(metavar="NUMBER", help="Processes of Dask on this machine that share the work."),
+    typer.Option(
+        metavar="NUMBER",
+        help="Processes of Dask on this machine that share the work; they start in seconds, and pay "
+        "where one process takes minutes.",
+    ),
 ]
 _Scheduler = Annotated[
     str | None,

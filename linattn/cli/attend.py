@@ -139,9 +139,8 @@ class Summary(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """Return it as dictionaries, lists and numbers."""
-        fields = asdict(self.settings)
         return {
-            "settings": {name: _plain(value) for name, value in fields.items()},
+            "settings": asdict(self.settings),
             "tokens": self.num_tokens,
             "seconds": self.seconds,
             "peak_bytes": self.peak_bytes,
@@ -174,12 +173,6 @@ class Summary(NamedTuple):
             f"{text}; {judged} the tolerance {self.settings.tolerance:g}: error against exact "
             f"attention on {count(self._checked_rows, 'row')}: {np.median(self.errors):.2g}{worst}"
         )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> Summary:

@@ -84,7 +84,14 @@ def open_array(path: Path, mode: Any = "r") -> Any:
     """
     if path.suffix != ".npy":
         raise CommandError(f"{path}: want an .npy file (numpy.save){_remedy_of(path)}")
-    return _named(path, lambda: np.load(path, mmap_mode=mode, allow_pickle=False))
+
+    def load() -> Any:
+        found = np.load(path, mmap_mode=mode, allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            raise ValueError("an archive")
+        return found
+
+    return _named(path, load)
 
 
 def _remedy_of(path: Path) -> str:

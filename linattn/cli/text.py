@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
-__all__ = ["beginning", "count", "duration", "find_name", "reason", "say", "wrap"]
+__all__ = ["count", "duration", "find_name", "reason", "say", "wrap"]
 
 T = TypeVar("T")
 
@@ -52,11 +52,6 @@ def find_name(name: str, known: Mapping[str, T]) -> T:
 
 def _bare(name: str) -> str:
     return "".join(name.casefold().split())
-
-
-def beginning(start: str, names: Iterable[str]) -> list[str]:
-    """Return the names that begin so, whatever their case."""
-    return [name for name in names if name.casefold().startswith(start.casefold())]
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:
