@@ -250,6 +250,8 @@ class TestOfOthers:
         if name == "stochastic rounding":
             # Nobody can see it: 5e-4 is never rounded to 1, and so the message names that entry.
             assert "% of the largest mean at entry [8] (515 % of the mean there)" in wrong
+            assert wrong.endswith("; no draw differs at entry [8]")
+            assert "no draw differs" not in right
         else:
             assert wrong == "fails"
 

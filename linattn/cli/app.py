@@ -261,10 +261,7 @@ def info(as_json: _Json = False) -> None:
     """Show versions, backends, BLAS, threads and GPUs: for bug reports."""
     from linattn.cli import info as here
 
-    if as_json:
-        _print_json(here.record())
-    else:
-        typer.echo(here.text())
+    _print_json(here.record()) if as_json else typer.echo(here.text())
 
 
 @app.command(short_help="Is a feature map what it claims to be?")
@@ -396,11 +393,7 @@ _BlockSize = Annotated[
 ]
 _Workers = Annotated[
     int | None,
-    typer.Option(
-        metavar="NUMBER",
-        help="Processes of Dask on this machine that share the work; they start in seconds, and pay "
-        "where one process takes minutes.",
-    ),
+    typer.Option(metavar="NUMBER", help="Processes of Dask; pays where one takes some minutes."),
 ]
 _Scheduler = Annotated[
     str | None,
@@ -507,11 +500,9 @@ def _compare(settings: Settings, *, as_json: bool, quiet: bool) -> None:
         report.write(settings.out / name, content)
 
     if as_json:
-        _print_json(results.record())
-        return
+        return _print_json(results.record())
     if quiet:
-        say(f"Verdict: {results.verdict.sentence}", whole=True)
-        return
+        return say(f"Verdict: {results.verdict.sentence}", whole=True)
     # A narrower terminal breaks the lines of a table; nothing may be cut off.
     width = max(tables.WIDTH, shutil.get_terminal_size().columns)
     console = Console(markup=False, highlight=False, emoji=False, width=width)

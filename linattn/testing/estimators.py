@@ -24,6 +24,7 @@ from linattn.testing._means import (
     explain,
     in_standard_deviations,
     measure,
+    moves,
     scale_of,
     seen,
     smallest_count,
@@ -209,6 +210,9 @@ def assert_draws(
         f"{sees}: {num_draws} draws of {size}{note}; seen: a bias of {found:+.2g}{where}, from "
         f"{low:+.2g} to {high:+.2g} with {CONFIDENCE:g}"
     )
+    still = np.argwhere(np.all(draws == draws[0], axis=0) & moves(power.variance, want))
+    if len(still) and want.ndim:
+        detail += f"; no draw differs at entry {still[0].tolist()}"
     return Evidence(check, detail, false_alarm, smallest, in_sd, found, (low, high), at)
 
 
