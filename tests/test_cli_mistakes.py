@@ -252,7 +252,7 @@ class TestPrograms:
         assert "attention" in {row["method"] for row in found["errors"]}
         sentence = found["verdict"]["sentence"]
         assert sentence.endswith(" Judged on all of them: 2 heads, 40 tokens, dim 8.")
-        result = call("compare", *THREE, *ENDS["compare"], "--quiet")
+        result = call("compare", *THREE, *ENDS["compare"], "--brief")
         assert result.stdout.startswith("Verdict: ")
         assert len(result.stdout.splitlines()) == 1
 

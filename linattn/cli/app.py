@@ -191,7 +191,7 @@ _Out = Annotated[
 _Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object in the place of tables and lines.")
 ]
-_Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict only.")]
+_Brief = Annotated[bool, typer.Option("--brief", help="Print the verdict only.")]
 
 
 @app.command(short_help="Is a feature map good enough, and faster?")
@@ -211,7 +211,7 @@ def compare(
     max_heads: _MaxHeads = 32,
     out: _Out = Path("linattn-compare"),
     as_json: _Json = False,
-    quiet: _Quiet = False,
+    brief: _Brief = False,
 ) -> None:
     """Measure feature maps against exact attention, and say whether one is good enough."""
     with _one_line_errors():
@@ -252,7 +252,7 @@ def compare(
                 out=out,
             ),
             as_json=as_json,
-            quiet=quiet,
+            brief=brief,
         )
 
 
@@ -472,7 +472,7 @@ def _print_json(record: dict[str, Any]) -> None:
     typer.echo(as_json(record).decode().rstrip())
 
 
-def _compare(settings: Settings, *, as_json: bool, quiet: bool) -> None:
+def _compare(settings: Settings, *, as_json: bool, brief: bool) -> None:
     from rich.console import Console
 
     from linattn.cli import inputs, plots, report, tables
@@ -501,7 +501,7 @@ def _compare(settings: Settings, *, as_json: bool, quiet: bool) -> None:
 
     if as_json:
         return _print_json(results.record())
-    if quiet:
+    if brief:
         return say(f"Verdict: {results.verdict.sentence}", whole=True)
     # A narrower terminal breaks the lines of a table; nothing may be cut off.
     width = max(tables.WIDTH, shutil.get_terminal_size().columns)

@@ -260,7 +260,9 @@ def _on_all(
         told.append(f"the first {tokens}")
         remedy += f" --max-tokens {most}"
     if not told:
-        judged = f" Judged on all of them: {size_text(inputs)}." if verdict.use else ""
+        judged = (
+            f" Judged on all of them: {size_text(inputs)}." if verdict.median is not None else ""
+        )
         return replace(verdict, sentence=verdict.sentence + judged)
     sentence = f"{verdict.sentence} This was judged on {', '.join(told)}"
     error = None

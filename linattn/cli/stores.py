@@ -37,7 +37,7 @@ KINDS = {
 }
 """How the files of a kind begin, and what they are."""
 
-OTHERS = {
+REMEDIES = {
     **dict.fromkeys((".csv", ".txt", ".tsv"), "numpy.loadtxt reads text"),
     **dict.fromkeys((".pt", ".pth", ".bin", ".safetensors"), "load it, and save x.numpy()"),
     **dict.fromkeys((".h5", ".hdf5"), "load it by h5py, and save dataset[...]"),
@@ -51,7 +51,7 @@ OTHERS = {
 def open_inputs(paths: Sequence[Path], *, whole: bool = False) -> dict[str, Any]:
     """Open query, key, value and key_bias: three .npy files, or one .npz file or zarr store.
 
-    Members of an .npz file that are compressed are read if `whole`, and refused otherwise. Only
+    Members of an .npz file that are compressed are read if `whole`, and rejected otherwise. Only
     one file with all arrays can have a key_bias.
 
     Raises
@@ -95,7 +95,7 @@ def open_array(path: Path, mode: Any = "r") -> Any:
 
 
 def _remedy_of(path: Path) -> str:
-    return f"; {OTHERS[path.suffix]}" if path.suffix in OTHERS else ""
+    return f"; {REMEDIES[path.suffix]}" if path.suffix in REMEDIES else ""
 
 
 def _wanted(path: Path, found: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ def warn_of_dependence(check: str, draws: Floats, mean: Floats, variance: Floats
 
 
 def _where(entries: NDArray[np.bool_], at: tuple[int, ...]) -> str:
-    """Name one of the entries that were looked at."""
+    """Name one of the entries that were tested."""
     index = [int(i) for i in np.argwhere(entries)[at]]
     return f" at entry {index}" if index else ""
 

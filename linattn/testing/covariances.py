@@ -181,15 +181,15 @@ def assert_estimator_covariance(
     center = None if mean is None else for_each("mean", mean, np.diag(claim))
     diagonal = np.diag(claim)
     off, tails = _deviations(check, draw, diagonal, center, kurtosis, bounds, num_draws, rng)
-    rows, columns = np.triu_indices(len(claim))
-    moving = (diagonal[rows] > 0) & (diagonal[columns] > 0)
-    rows, columns = rows[moving], columns[moving]
+    first, second = np.triu_indices(len(claim))
+    moving = (diagonal[first] > 0) & (diagonal[second] > 0)
+    first, second = first[moving], second[moving]
     fourth = np.broadcast_to(tails, diagonal.shape) * diagonal**2
-    stated = claim[rows, columns]
-    noise = np.sqrt(fourth[rows] * fourth[columns]) - stated**2
-    names = list(zip(rows.tolist(), columns.tolist(), strict=True))
-    products = off[:, rows] * off[:, columns]
-    unit = np.sqrt(diagonal[rows] * diagonal[columns])
+    stated = claim[first, second]
+    noise = np.sqrt(fourth[first] * fourth[second]) - stated**2
+    names = list(zip(first.tolist(), second.tolist(), strict=True))
+    products = off[:, first] * off[:, second]
+    unit = np.sqrt(diagonal[first] * diagonal[second])
     words = ("covariance", "equal")
     return _judge(check, products, stated, noise, unit, names, words, num_draws, false_alarm)
 

@@ -525,12 +525,12 @@ def mean_interval(
         step = sqrt(variance / n)
         while side * float(np.sum(_psi(a * (x - mean - side * step)))) > -limit:
             step *= 2
-        near, far = 0.0, step
+        inner, outer = 0.0, step
         for _ in range(30):
-            middle = (near + far) / 2
+            middle = (inner + outer) / 2
             is_inside = side * float(np.sum(_psi(a * (x - mean - side * middle)))) > -limit
-            near, far = (middle, far) if is_inside else (near, middle)
-        ends.append(mean + side * far)
+            inner, outer = (middle, outer) if is_inside else (inner, middle)
+        ends.append(mean + side * outer)
     return ends[0], ends[1]
 
 
