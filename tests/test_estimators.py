@@ -27,7 +27,8 @@ from linattn.testing import (
     assert_unbiased,
     draws_for,
 )
-from linattn.testing.statistics import at_most_test, mean_bound, mean_interval
+from linattn.testing._means import mean_interval
+from linattn.testing.statistics import at_most_test, mean_bound
 from linattn.typing import Features
 from tests.attentions import assert_at_most as assert_bounded
 

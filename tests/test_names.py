@@ -69,7 +69,7 @@ def test_each_row_runs(row):
     result = eval(code, {}, {**NAMES, **arrays()})
     for array in result if type(result) is tuple else (result,):
         if isinstance(array, np.ndarray):
-            assert np.isfinite(array).all()
+            assert np.count_nonzero(~np.isfinite(array)) == 0
 
 
 def test_there_are_many():

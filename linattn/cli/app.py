@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from linattn.cli.completion import complete_map, complete_method, list_maps, list_methods
 from linattn.cli.errors import CommandError, RunError, UserCodeError
 from linattn.cli.text import say
 
@@ -65,31 +66,6 @@ def _version() -> str:
     return info.version()
 
 
-def _methods() -> str:
-    from linattn.cli.methods import METHODS
-    from linattn.cli.published import PUBLISHED
-
-    return "\n".join(f"{method.name:18} {method.about}" for method in (*METHODS, *PUBLISHED))
-
-
-def _map_names() -> str:
-    from linattn.cli.maps import map_names
-
-    return "\n".join(map_names())
-
-
-def _complete_method(incomplete: str) -> list[str]:
-    """Return how a list of names may go on; the shell takes what begins as the list does."""
-    given = incomplete.rpartition(",")
-    return ["".join([*given[:2], line.split()[0]]) for line in _methods().splitlines()]
-
-
-def _complete_map() -> list[str]:
-    from linattn.cli.maps import NAMES
-
-    return [*_map_names().splitlines(), *NAMES, "exact"]
-
-
 @app.callback()
 def _root(
     context: typer.Context,
@@ -127,7 +103,7 @@ _Maps = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAMES",
-        autocompletion=_complete_method,
+        autocompletion=complete_method,
         help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
         "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Or published "
         "attentions, see --list. Repeat the option or use commas, here and below.  "
@@ -137,7 +113,10 @@ _Maps = Annotated[
 _ListMaps = Annotated[
     bool,
     typer.Option(
-        "--list", callback=_show(_methods), is_eager=True, help="Say what these maps are, and exit."
+        "--list",
+        callback=_show(list_methods),
+        is_eager=True,
+        help="Say what these are, and exit.",
     ),
 ]
 _Baselines = Annotated[
@@ -270,7 +249,7 @@ def verify(
         str,
         typer.Argument(
             metavar="NAME|MODULE:OBJECT",
-            autocompletion=_complete_map,
+            autocompletion=complete_map,
             help="A feature map of linattn by its class, such as PositiveFeatures; or a map of "
             "your own, or factory(rng) that makes one, in a module that can be imported here.",
         ),
@@ -296,7 +275,7 @@ def verify(
     list_maps: Annotated[
         bool,
         typer.Option(
-            "--list", callback=_show(_map_names), is_eager=True, help="Show the maps known by name."
+            "--list", callback=_show(list_maps), is_eager=True, help="Show the maps known by name."
         ),
     ] = False,
     as_json: _Json = False,
@@ -353,7 +332,7 @@ _Map = Annotated[
     typer.Option(
         "--map",
         metavar="NAME",
-        autocompletion=_complete_map,
+        autocompletion=complete_map,
         help="Feature map: a class of linattn such as PositiveFeatures (see verify --list), a "
         "name of a map in compare --list, or MODULE:OBJECT; or exact, for exact attention in "
         "quadratic time.  [default: landmarks; with --causal favor+]",

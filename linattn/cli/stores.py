@@ -68,7 +68,8 @@ def open_inputs(paths: Sequence[Path], *, whole: bool = False) -> dict[str, Any]
             f"{' '.join(map(str, paths))}{_remedy_of(path)}"
         )
     if path.suffix == ".npz":
-        return _named(path, partial(_members, path, whole))
+        members: dict[str, Any] = _named(path, partial(_members, path, whole))
+        return members
     group = _named(path, lambda: _zarr().open_group(path, mode="r"))
     wanted = _wanted(path, sorted(group.array_keys()))
     return {name: group[name] for name in wanted}
@@ -84,14 +85,7 @@ def open_array(path: Path, mode: Any = "r") -> Any:
     """
     if path.suffix != ".npy":
         raise CommandError(f"{path}: want an .npy file (numpy.save){_remedy_of(path)}")
-
-    def load() -> Any:
-        found = np.load(path, mmap_mode=mode, allow_pickle=False)
-        if not isinstance(found, np.ndarray):
-            raise ValueError("an archive")
-        return found
-
-    return _named(path, load)
+    return _named(path, lambda: np.lib.format.open_memmap(path, mode))
 
 
 def _remedy_of(path: Path) -> str:

@@ -102,10 +102,8 @@ def failures(report: Report) -> list[str]:
 def record(report: Report) -> dict[str, Any]:
     """Return the report as dictionaries, lists and numbers."""
     return {
-        "map": report.title,
+        **asdict(report),
         "passed": report.passed,
-        "false_alarm_rate": report.false_alarm_rate,
-        "rows": [asdict(row) for row in report.rows],
         "summary": report.summary,
         "reservation": report.reservation,
     }

@@ -12,7 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn.testing.statistics import detectable_shift, mean_bound, mean_interval, variance_factor
+from linattn.testing.statistics import (
+    _log_odds,
+    _psi,
+    detectable_shift,
+    mean_bound,
+    variance_factor,
+)
 
 Floats = NDArray[np.float64]
 
@@ -180,6 +186,73 @@ def visible(expected: Floats, variance: Floats, share: Floats) -> str:
             where += f" ({100 * of_mean[last]:.3g} % of the mean {there})"
         told.append(words.format(f"{100 * share[at]:.3g}", where))
     return " and ".join(told) or "a relative bias of 0 %"
+
+
+def mean_interval(
+    samples: Floats, variance: float, *, miss_rate: float = 0.05, num_tests: int = 1
+) -> tuple[float, float]:
+    r"""Interval that holds a mean: :func:`linattn.testing.statistics.score_test`, inverted.
+
+    .. math:: \Bigl|\sum_i \psi(a (X_i - \theta))\Bigr| < n \log(1 + L / n) + L
+
+    Parameters
+    ----------
+    samples : ndarray, (n,)
+        Independent draws.
+    variance : float
+        Of one draw, or an upper bound of it.
+    miss_rate : float, optional
+        Probability that the mean is outside, for all tests together. Default 0.05.
+    num_tests : int, optional
+        Intervals that share the rate. Default 1.
+
+    Returns
+    -------
+    low, high : float
+        All theta that the test does not reject.
+
+    Raises
+    ------
+    ValueError
+        A rate outside (0, 1).
+
+    Notes
+    -----
+    Rigorous for every distribution of that variance, and therefore wider than Student's interval:
+    2.7 standard errors to each side at the default. Time O(n).
+
+    References
+    ----------
+    Catoni, "Challenging the empirical mean and empirical variance: a deviation study" (2012),
+    section 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from linattn.testing._means import mean_interval
+    >>> x = np.random.default_rng(0).standard_normal(1000)
+    >>> low, high = mean_interval(x, 1.0)
+    >>> round(low, 2), round(high, 2)
+    (-0.13, 0.04)
+    """
+    x, n = samples, samples.shape[0]
+    L = _log_odds(miss_rate, num_tests, 2)
+    mean = float(np.mean(x))
+    if not variance > 0:
+        return mean, mean
+    a, limit = np.sqrt(2 * L / (n * variance)), n * np.log1p(L / n) + L
+    ends = []
+    for side in (-1, 1):
+        step = np.sqrt(variance / n)
+        while side * float(np.sum(_psi(a * (x - mean - side * step)))) > -limit:
+            step *= 2
+        inner, outer = 0.0, step
+        for _ in range(30):
+            middle = (inner + outer) / 2
+            is_inside = side * float(np.sum(_psi(a * (x - mean - side * middle)))) > -limit
+            inner, outer = (middle, outer) if is_inside else (inner, middle)
+        ends.append(float(mean + side * outer))
+    return ends[0], ends[1]
 
 
 def seen(

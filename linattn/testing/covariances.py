@@ -109,7 +109,7 @@ def assert_estimator_variance(
     noise = (np.broadcast_to(tails, shape)[entries] - 1) * stated**2
     names = [tuple(int(i) for i in index) for index in np.argwhere(entries)]
     words = ("variance", relation.replace("_", " "))
-    return _judge(check, squares, stated, noise, stated, names, words, num_draws, false_alarm)
+    return _judge(squares, stated, noise, stated, names, words, num_draws, false_alarm)
 
 
 @_arrays.on_array_device
@@ -191,7 +191,7 @@ def assert_estimator_covariance(
     products = off[:, first] * off[:, second]
     unit = np.sqrt(diagonal[first] * diagonal[second])
     words = ("covariance", "equal")
-    return _judge(check, products, stated, noise, unit, names, words, num_draws, false_alarm)
+    return _judge(products, stated, noise, unit, names, words, num_draws, false_alarm)
 
 
 def _deviations(
@@ -234,7 +234,6 @@ def _deviations(
 
 
 def _judge(
-    check: str,
     products: Floats,
     stated: Floats,
     noise: Floats,
@@ -246,6 +245,7 @@ def _judge(
 ) -> Evidence:
     """Test products ``(n, tests)`` against their means."""
     word, relation = words
+    check = f"assert_estimator_{word}"
     if not names:
         raise UntestableError(f"{word} must have an entry that is not 0")
     num = len(products)

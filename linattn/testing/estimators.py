@@ -211,8 +211,7 @@ def assert_draws(
         f"{low:+.2g} to {high:+.2g} with {CONFIDENCE:g}"
     )
     still = np.argwhere(np.all(draws == draws[0], axis=0) & moves(power.variance, want))
-    if len(still) and want.ndim:
-        detail += f"; no draw differs at entry {still[0].tolist()}"
+    detail += f"; no draw differs at entry {still[0].tolist()}" if len(still) else ""
     return Evidence(check, detail, false_alarm, smallest, in_sd, found, (low, high), at)
 
 

@@ -34,7 +34,6 @@ __all__ = [
     "betting_test",
     "detectable_shift",
     "mean_bound",
-    "mean_interval",
     "moment_bound",
     "score_test",
     "variance_bound",
@@ -465,73 +464,6 @@ def mean_bound(
         is_refuted = inside + outside >= need
         low, high = np.where(is_refuted, low, p), np.where(is_refuted, p, high)
     return np.asarray(high * b)
-
-
-def mean_interval(
-    samples: ArrayLike, variance: float, *, miss_rate: float = 0.05, num_tests: int = 1
-) -> tuple[float, float]:
-    r"""Interval that holds a mean: :func:`score_test`, inverted.
-
-    .. math:: \Bigl|\sum_i \psi(a (X_i - \theta))\Bigr| < n \log(1 + L / n) + L
-
-    Parameters
-    ----------
-    samples : array_like, (n,)
-        Independent draws.
-    variance : float
-        Of one draw, or an upper bound of it.
-    miss_rate : float, optional
-        Probability that the mean is outside, for all tests together. Default 0.05.
-    num_tests : int, optional
-        Intervals that share the rate. Default 1.
-
-    Returns
-    -------
-    low, high : float
-        All theta that the test does not reject.
-
-    Raises
-    ------
-    ValueError
-        A rate outside (0, 1).
-
-    Notes
-    -----
-    Rigorous for every distribution of that variance, and therefore wider than Student's interval:
-    2.7 standard errors to each side at the default. Time O(n).
-
-    References
-    ----------
-    Catoni, "Challenging the empirical mean and empirical variance: a deviation study" (2012),
-    section 2.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from linattn.testing import statistics
-    >>> x = np.random.default_rng(0).standard_normal(1000)
-    >>> low, high = statistics.mean_interval(x, 1.0)
-    >>> round(low, 2), round(high, 2)
-    (-0.13, 0.04)
-    """
-    x = np.asarray(samples, dtype=np.float64)
-    L, n = _log_odds(miss_rate, num_tests, 2), x.shape[0]
-    mean = float(np.mean(x))
-    if not variance > 0:
-        return mean, mean
-    a, limit = sqrt(2 * L / (n * variance)), n * log1p(L / n) + L
-    ends = []
-    for side in (-1, 1):
-        step = sqrt(variance / n)
-        while side * float(np.sum(_psi(a * (x - mean - side * step)))) > -limit:
-            step *= 2
-        inner, outer = 0.0, step
-        for _ in range(30):
-            middle = (inner + outer) / 2
-            is_inside = side * float(np.sum(_psi(a * (x - mean - side * middle)))) > -limit
-            inner, outer = (middle, outer) if is_inside else (inner, middle)
-        ends.append(mean + side * outer)
-    return ends[0], ends[1]
 
 
 def moment_bound(
