@@ -151,8 +151,8 @@ class Summary(NamedTuple):
 
     @property
     def _checked_rows(self) -> int:
-        rows = min(self.settings.check or CHECKED_ROWS, self.num_tokens)
-        return 0 if self.errors is None else rows
+        wanted = self.settings.check or CHECKED_ROWS
+        return 0 if self.errors is None else min(wanted, self.num_tokens)
 
     def __str__(self) -> str:
         """Return the line."""

@@ -68,8 +68,7 @@ def open_inputs(paths: Sequence[Path], *, whole: bool = False) -> dict[str, Any]
             f"{' '.join(map(str, paths))}{_remedy_of(path)}"
         )
     if path.suffix == ".npz":
-        members: dict[str, Any] = _named(path, partial(_members, path, whole))
-        return members
+        return dict(_named(path, partial(_members, path, whole)))
     group = _named(path, lambda: _zarr().open_group(path, mode="r"))
     wanted = _wanted(path, sorted(group.array_keys()))
     return {name: group[name] for name in wanted}

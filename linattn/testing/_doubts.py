@@ -37,9 +37,9 @@ def warn_of_variance(check: str, draws: Floats, mean: Floats, variance: Floats) 
     variance = np.broadcast_to(variance, mean.shape)
     entries = moves(variance, mean)
     squares = (draws[:, entries] - mean[entries]) ** 2
+    stated = variance[entries]
     if not squares.size:
         return
-    stated = variance[entries]
     test = at_most_test(squares, stated, CUT_OFF_VARIANCES * stated, false_alarm_rate=RATE)
     if not test.passed:
         at = worst(-test.log_p)

@@ -106,8 +106,7 @@ def assert_at_most(
     _checks.check_positive_int("num_draws", num_draws)
     if not 0 < false_alarm < 1:
         raise ValueError(f"false_alarm must be a float between 0 and 1, got {false_alarm!r}")
-    first: Any = error(np.random.default_rng(0))
-    shape = tuple(getattr(first, "shape", np.shape(first)))
+    shape = tuple(np.shape(error(np.random.default_rng(0))))
     source = Draws(error, shape, as_generator(rng), "the first one")
     warn_of_seed(CHECK, source.once)
     above = (~(np.abs(source.take(num_draws)) <= eps)).astype(np.float64)
