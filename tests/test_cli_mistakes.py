@@ -4,7 +4,7 @@ And what programs read: JSON, and the completion of names.
 """
 
 # Star arguments.
-# mypy: disable-error-code="arg-type, attr-defined"
+# mypy: disable-error-code="arg-type, assignment, attr-defined"
 
 from __future__ import annotations
 
