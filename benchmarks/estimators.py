@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from linattn.feature_maps import SignFeatures
 from linattn.sampling import fixed_norm
-from linattn.testing import assert_estimator
+from linattn.testing.estimators import CHECK, assert_draws, claimed
 
 Floats = NDArray[np.float64]
 
@@ -74,14 +74,19 @@ KINDS = {
 }
 
 
-def run(kind: Kind, draws: Floats, rng: np.random.Generator) -> float:
+def run(kind: Kind, draws: Floats) -> float:
     """Test draws at the declared rate; return the bias announced, or NaN if they are rejected."""
-    source = iter(draws)
+    mean = np.asarray(kind.mean)
+    claims = (kind.claim.get(name) for name in ("variance", "bounds", "kurtosis"))
+    halves = iter((draws[NUM_DRAWS // 2 :], draws[: NUM_DRAWS // 2]))
+
+    def take(count: int) -> Floats:
+        return draws if count == NUM_DRAWS else next(halves)
+
     try:
-        return assert_estimator(
-            lambda _: next(source), kind.mean, **kind.claim,
-            num_draws=NUM_DRAWS, false_alarm=DECLARED, rng=rng,
-        ).detectable  # fmt: skip
+        return assert_draws(
+            CHECK, take, mean, claimed(mean, *claims), NUM_DRAWS, DECLARED
+        ).detectable
     except AssertionError:
         return float("nan")
 
@@ -98,13 +103,13 @@ def rates(kind: Kind, runs: int, num_planted: int, seed: int = 0) -> tuple[int, 
     rng = np.random.default_rng(seed)
     rejected, announced = 0, []
     for _ in range(runs):
-        seen = run(kind, kind.draws(rng, NUM_DRAWS), rng)
+        seen = run(kind, kind.draws(rng, NUM_DRAWS))
         rejected += int(np.isnan(seen))
         announced += [] if np.isnan(seen) else [seen]
     found = 0
     for share in announced[:num_planted]:
         draws = planted(kind, kind.draws(rng, NUM_DRAWS), share * abs(kind.mean), rng)
-        found += int(np.isnan(run(kind, draws, rng)))
+        found += int(np.isnan(run(kind, draws)))
     return rejected, found
 
 

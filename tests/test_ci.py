@@ -26,7 +26,8 @@ case $call in
 esac
 if [[ ${folder:-} ]]; then
     mkdir -p "$folder/bin"
-    for tool in pip python ruff mypy lint-imports mkdocs; do cp "$0" "$folder/bin/$tool"; done
+    tools="pip python pytest ruff mypy lint-imports mkdocs"
+    for tool in $tools; do cp "$0" "$folder/bin/$tool"; done
 fi
 [[ $call != "$FAILING" ]]
 """
@@ -84,7 +85,10 @@ def test_every_call_can_fail_it(checkout):
 def test_it_runs_what_contributors_are_told_to_run(checkout):
     _, calls, _ = run(checkout)
     commands = [call.partition("bin/")[2] for call in calls]
-    assert "python -m pytest" in commands
+    # The whole suite, in the environment of the wheel.
+    assert "pytest" in [command.strip() for command in commands]
+    assert any(call.startswith("python3 -m pip wheel") for call in calls)
+    assert any("linattn-" in call and ".whl[test]" in call for call in calls)
     assert {"ruff check", "ruff format --check", "mypy", "lint-imports"} <= {
         command.strip() for command in commands
     }

@@ -412,10 +412,10 @@ def shorten(name, size):
 
 BAD = {
     "missing": (lambda: os.unlink("k.npy"), [], "k.npy: cannot be opened: No such file"),
-    "short": (lambda: shorten("k.npy", 4000), [], "k.npy: cut off, damaged or something else"),
-    "empty": (lambda: shorten("k.npy", 0), [], "k.npy: cut off, damaged or something else"),
-    "text": (lambda: Path("k.npy").write_text("hello"), [], "k.npy: cut off, damaged"),
-    "pickle": (lambda: np.save("k.npy", np.array([{}])), [], "k.npy: cut off, damaged or"),
+    "short": (lambda: shorten("k.npy", 4000), [], "got one that is cut off or damaged"),
+    "empty": (lambda: shorten("k.npy", 0), [], "k.npy: want an .npy file of an array"),
+    "text": (lambda: Path("k.npy").write_text("hello"), [], "k.npy: want an .npy file of an array"),
+    "pickle": (lambda: np.save("k.npy", np.array([{}])), [], "got Python objects, which are"),
     "integers": (lambda: np.save("k.npy", np.ones((2, LENGTH, DIM), int)), [], "float16, bfloat16"),
     "one axis": (lambda: np.save("k.npy", np.ones(9, "f4")), [], "key must have at least 2 axes"),
     "lengths": (
@@ -502,8 +502,8 @@ class TestErrors:
             (["q.npy"], "want three .npy files, or one .npz file or .zarr store"),
             (["q.npy", "k.npy"], "want three .npy files"),
             (["data.npz"], "data.npz: key is compressed, and cannot be read in parts"),
-            (["other.npz"], "other.npz: missing: key; found: query"),
-            (["cut.npz"], "cut.npz: cut off, damaged or something else"),
+            (["other.npz"], "other.npz: want arrays query, key, value; missing: key, value"),
+            (["cut.npz"], "cut.npz: want an .npz file of NumPy arrays (numpy.savez), got one"),
             (["none.npz"], "none.npz: cannot be opened: No such file"),
             ([*FILES[:2], "data.npz"], "data.npz: want an .npy file"),
         ],
@@ -528,7 +528,7 @@ class TestErrors:
         group = zarr.open_group("data.zarr", mode="w")
         group.create_array("key", data=arrays()[1])
         found = attend("data.zarr", "--out", "o.npy")
-        assert_refused(found, "data.zarr: missing: query, value; found: key")
+        assert_refused(found, "data.zarr: want arrays query, key, value; missing: query, value")
 
     def test_what_is_there_is_not_replaced(self, folder):
         (folder / "o.npy").write_text("mine")

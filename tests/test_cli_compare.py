@@ -79,7 +79,9 @@ class TestCompare:
             assert text in result.stdout
         assert "hyperbolic" not in result.stdout
         assert lines[-1].startswith("Verdict: ")
-        assert lines[-1].endswith(": use exact softmax attention.")
+        assert lines[-1].endswith(
+            ": use exact softmax attention. Judged on all of them: 24 heads, 256 tokens, dim 32."
+        )
         assert "judged" not in lines[-1]
         for name in ("error.png", "time.png"):
             assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
@@ -153,7 +155,7 @@ class TestCompare:
             assert_refused(ours, "")
             theirs = call("attend", *words, "--out", tmp_path / "o.npy")
             assert ours.stderr == theirs.stderr
-        assert_refused(call("compare", one, "--out", out), "or three .npy files")
+        assert_refused(call("compare", one, "--out", out), "want three .npy files")
         assert_refused(call("compare", file, "--input", file, "--out", out), "not with FILES")
         assert not out.exists()
 

@@ -17,11 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import estimators
-from linattn.testing import UntestableError, assert_estimator, assert_unbiased, draws_for
+from benchmarks import estimators, estimators_of_others
+from linattn.testing import (
+    UntestableError,
+    assert_at_most,
+    assert_estimator,
+    assert_estimator_covariance,
+    assert_estimator_variance,
+    assert_unbiased,
+    draws_for,
+)
+from linattn.testing._means import mean_interval
 from linattn.testing.statistics import at_most_test, mean_bound
 from linattn.typing import Features
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most as assert_bounded
 
 
 def exponential(rng, shape=()):
@@ -227,6 +236,281 @@ class TestRates:
         assert missed <= 6
 
 
+class TestOfOthers:
+    """Twelve estimators of other fields, each right, and wrong by 1 to 3 %."""
+
+    @pytest.mark.parametrize("name", estimators_of_others.KINDS)
+    def test_no_right_one_fails_and_no_wrong_one_passes_in_silence(self, name):
+        kind = estimators_of_others.KINDS[name]
+        count = estimators_of_others.num_draws(kind)
+        right = estimators_of_others.tried(kind, is_wrong=False, count=count)
+        assert right != "fails"
+        percent = float(right.split()[5])
+        assert percent <= 100 * kind.bias * 1.01
+        wrong = estimators_of_others.tried(kind, is_wrong=True, count=count)
+        if name == "stochastic rounding":
+            # Nobody can see it: 5e-4 is never rounded to 1, and so the message names that entry.
+            assert "% of the largest mean at entry [8] (515 % of the mean there)" in wrong
+            assert wrong.endswith("; no draw differs at entry [8]")
+            assert "no draw differs" not in right
+        else:
+            assert wrong == "fails"
+
+    def test_there_are_twelve(self):
+        assert len(estimators_of_others.KINDS) == 12
+
+
+class TestAnnounced:
+    """What a pass says: where a bias could hide, in which unit, and what was seen."""
+
+    def test_units_and_entries(self):
+        mean = np.array([0.0, 0.2, 5.0, 0.01])
+
+        def draw(rng):
+            return mean + [2, 2, 1, 0.001] * rng.standard_normal(4)
+
+        variance = np.array([4, 4, 1, 1e-6])
+        evidence = assert_estimator(draw, mean, variance=variance)
+        assert re.match(
+            r"sees a relative bias of 3.45 % at entry \[2\] and a bias of 6.9 % of the largest "
+            r"mean at entry \[0\] \(172 % of the mean at entry \[1\]\) with probability 0.99: "
+            r"4000 draws of 4 entries; seen: a bias of [-+]",
+            evidence.detail,
+        )
+        small = assert_estimator(lambda rng: draw(rng)[:2], mean[:2], variance=4)
+        assert small.detail.startswith(
+            "sees a bias of 17 % of a draw's standard deviation at entry [0] (170 % of the mean "
+            "at entry [1]) with probability"
+        )
+
+    @pytest.mark.parametrize("claim", CLAIMS)
+    def test_the_interval_holds_the_true_bias(self, claim):
+        draw, mean, noise = CLAIMS[claim]
+        for shift in (0.0, 0.03 * mean):
+            inside = 0
+            for seed in range(12):
+                found = assert_estimator(
+                    lambda rng, shift=shift: draw(rng) + shift, mean, rng=seed, num_draws=1500,
+                    **wide(noise, shift),
+                )  # fmt: skip
+                low, high = found.interval
+                assert low < found.estimate < high
+                inside += low <= shift <= high
+            # Fewer than 9 of 12 at 95 % happen with a probability of 2e-4, each of them fixed.
+            assert inside >= 9
+
+    def test_the_interval_is_of_the_entry_furthest_away(self):
+        mean = np.zeros(5)
+        shift = np.array([0, 0, 0.1, 0, 0])
+        evidence = assert_estimator(
+            lambda rng: shift + rng.standard_normal(5), mean, variance=1, num_draws=2000
+        )
+        assert evidence.entry == (2,)
+        low, high = evidence.interval
+        assert 0.0 < low < 0.1 < high < 0.2
+        assert "at entry [2], from +" in evidence.detail
+
+    def test_an_interval_of_no_variance_is_a_point(self):
+        assert mean_interval(np.full(5, 2.0), 0.0) == (2.0, 2.0)
+
+    def test_bounds_and_a_kurtosis_see_more_than_either(self):
+        def draw(rng):
+            return rng.binomial(40, 0.1) / 40
+
+        seen = {
+            name: assert_estimator(draw, 0.1, num_draws=2000, **noise).detectable
+            for name, noise in {
+                "bounds": {"bounds": (0, 1)},
+                "kurtosis": {"kurtosis": 3.2},
+                "both": {"bounds": (0, 1), "kurtosis": 3.2},
+                "both, loose": {"bounds": (-99, 99), "kurtosis": 3.2},
+            }.items()
+        }
+        assert seen["both"] < min(seen["bounds"], 1.02 * seen["kurtosis"])
+        assert seen["both, loose"] == pytest.approx(seen["kurtosis"], rel=0.03)
+        with pytest.raises(AssertionError, match="outside its bounds"):
+            assert_estimator(draw, 0.1, bounds=(0, 0.15), kurtosis=3.2)
+        assert draws_for(0.1, 0.1, bounds=(0, 1), kurtosis=3.2, variance=0.09 / 40) > 1000
+
+
+class TestWarnings:
+    """A pass that is worth less than it says."""
+
+    def test_a_variance_that_the_draws_contradict(self):
+        with pytest.warns(UserWarning, match=r"contradict variance=1 at entry \[1\]: they have 3"):
+            assert_estimator(
+                lambda rng: rng.standard_normal(2) * [1, 1.9], np.zeros(2), variance=1, rng=2
+            )
+
+    @pytest.mark.parametrize("lag", [0, 1])
+    def test_draws_that_depend(self, lag):
+        """Antithetic pairs, whichever draw begins one."""
+        state = {"count": lag, "last": 0.5}
+
+        def draw(rng):
+            state["count"] += 1
+            fresh = rng.standard_normal()
+            state["last"] = -state["last"] if state["count"] % 2 == 0 else fresh
+            return state["last"]
+
+        with (
+            pytest.warns(UserWarning, match="two results for one seed"),
+            pytest.warns(UserWarning, match=r"neighbours have a correlation of about -(1|0\.9)"),
+        ):
+            assert_estimator(draw, 0.0, variance=1)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda draw: assert_estimator(draw, 0.0, variance=1),
+            lambda draw: assert_estimator_variance(draw, 1.0, kurtosis=3),
+            lambda draw: assert_at_most(draw, 3.0, 0.1),
+        ],
+    )
+    def test_a_seed_that_gives_two_results(self, call):
+        elsewhere = np.random.default_rng(3)
+        with pytest.warns(UserWarning, match="gives two results for one seed"):
+            call(lambda rng: elsewhere.standard_normal())
+        call(lambda rng: rng.standard_normal())
+
+    def test_right_draws_of_heavy_tails_are_not_doubted(self):
+        """Warnings are errors here."""
+        for seed in range(10):
+            assert_estimator(lambda rng: rng.standard_t(4.5), 0.0, variance=1.8, rng=seed)
+
+
+class TestAtMost:
+    def test_a_promise_that_is_kept_and_its_power(self):
+        evidence = assert_at_most(lambda rng: rng.standard_normal(3), 1.96, 0.0501)
+        assert evidence.detail.startswith("sees errors above 1.96 in 8.77 % of runs in place of")
+        low, high = evidence.interval
+        assert low < evidence.estimate < high
+        assert low < -0.0001 < high
+
+    def test_the_announced_frequency_is_found(self):
+        found = assert_at_most(lambda rng: rng.random() < 0.05, 0.5, 0.05).detectable
+        for seed in range(3):
+            with pytest.raises(AssertionError, match=r"^assert_at_most: errors are above 0.5 in"):
+                assert_at_most(lambda rng: rng.random() < 0.05 * (1 + found), 0.5, 0.05, rng=seed)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -7.0])
+    def test_no_number_is_a_small_error(self, bad):
+        with pytest.raises(AssertionError, match=r"100 % of .* at entry \[1\], at most 10 %"):
+            assert_at_most(lambda rng: np.array([rng.random(), bad]), 1.0, 0.1, num_draws=50)
+
+    def test_refusals(self):
+        with pytest.raises(UntestableError, match="about 1,600 draws would show twice delta"):
+            assert_at_most(lambda rng: rng.random(), 0.5, 0.05, num_draws=5)
+        for eps, delta in ((-1.0, 0.1), (1.0, 0.0), (1.0, 1.0), (np.nan, 0.1)):
+            with pytest.raises(ValueError, match=r"^(eps|delta) must be"):
+                assert_at_most(lambda rng: rng.random(), eps, delta)
+        with pytest.raises(ValueError, match="false_alarm must be"):
+            assert_at_most(lambda rng: rng.random(), 0.5, 0.9, false_alarm=1.0)
+
+    def test_right_ones_are_rejected_at_most_as_often_as_declared(self):
+        rejected = 0
+        for seed in range(60):
+            try:
+                assert_at_most(
+                    lambda rng: rng.random() < 0.3, 0.5, 0.3, num_draws=100, false_alarm=0.05,
+                    rng=seed,
+                )  # fmt: skip
+            except AssertionError:
+                rejected += 1
+        assert rejected <= 18
+
+
+ROOT = np.array([[1.0, 0, 0], [0.5, 1, 0], [-0.3, 0.4, 2]])
+
+
+def correlated(rng):
+    return 3 + ROOT @ rng.standard_normal(3)
+
+
+class TestSpread:
+    """Variance and covariance of any estimator."""
+
+    @pytest.mark.parametrize("mean", [None, 3.0])
+    def test_right_claims_pass_with_an_interval(self, mean):
+        covariance = ROOT @ ROOT.T
+        for claim, check in (
+            (np.diag(covariance), assert_estimator_variance),
+            (covariance, assert_estimator_covariance),
+        ):
+            found = check(correlated, claim, mean, kurtosis=3)
+            assert found.detail.startswith("sees an error of ")
+            low, high = found.interval
+            assert low < 0 < high
+            assert low < found.estimate < high
+
+    @pytest.mark.parametrize("mean", [None, 3.0])
+    @pytest.mark.parametrize("pair", [(0, 0), (0, 1), (1, 2)])
+    def test_a_wrong_covariance_is_named(self, mean, pair):
+        covariance = ROOT @ ROOT.T
+        seen = assert_estimator_covariance(correlated, covariance, mean, kurtosis=3).detectable
+        shift = seen * np.sqrt(covariance[pair[0], pair[0]] * covariance[pair[1], pair[1]])
+        covariance[pair] += shift
+        covariance[pair[::-1]] = covariance[pair]
+        with pytest.raises(AssertionError, match=rf"covariance at entry \[{pair[0]}, {pair[1]}\]"):
+            assert_estimator_covariance(correlated, covariance, mean, kurtosis=3)
+
+    def test_relations(self):
+        def draw(rng):
+            return rng.uniform(-1, 1, 2)
+
+        claim = np.array([1 / 3, 1 / 2])
+        with pytest.raises(AssertionError, match=r"at entry \[1\] .* want equal 0.5 \(-33"):
+            assert_estimator_variance(draw, claim, bounds=(-1, 1))
+        assert_estimator_variance(draw, claim, bounds=(-1, 1), relation="at_most")
+        with pytest.raises(AssertionError, match=r"want at most 0\.2"):
+            assert_estimator_variance(draw, 0.2, [0, 0], bounds=(-1, 1), relation="at_most")
+
+    def test_bounds_are_as_good_as_the_kurtosis_that_follows(self):
+        def draw(rng):
+            return float(rng.random() < 0.2)
+
+        options = {"mean": 0.2, "num_draws": 4000}
+        of_bounds = assert_estimator_variance(draw, 0.16, bounds=(0, 1), **options).detectable
+        of_kurtosis = assert_estimator_variance(draw, 0.16, kurtosis=4, **options).detectable
+        assert of_bounds == pytest.approx(of_kurtosis)
+        with pytest.raises(AssertionError, match="outside the bounds"):
+            assert_estimator_variance(draw, 0.16, bounds=(0, 0.5))
+
+    def test_refusals(self):
+        with pytest.raises(UntestableError, match="try kurtosis=25"):
+            assert_estimator_variance(correlated, np.ones(3))
+        with pytest.raises(UntestableError, match="a variance twice the claim could pass"):
+            assert_estimator_variance(correlated, np.ones(3), kurtosis=3, num_draws=40)
+        with pytest.raises(UntestableError, match="an entry that is not 0"):
+            assert_estimator_variance(lambda rng: 0.0 * rng.random(), 0.0, kurtosis=3)
+        for claim in (np.ones(3), np.array([[1.0, 0.5], [0, 1]])):
+            with pytest.raises(ValueError, match="covariance must"):
+                assert_estimator_covariance(correlated, claim, kurtosis=3)
+        for wrong in ({"kurtosis": 1.0}, {"kurtosis": 3, "relation": "below"}):
+            with pytest.raises(ValueError, match="must be"):
+                assert_estimator_variance(correlated, np.ones(3), **wrong)
+        with pytest.raises(ValueError, match=r"shape of the claim, \(2,\), got shape \(3,\)"):
+            assert_estimator_variance(correlated, np.ones(2), kurtosis=3)
+        with pytest.raises(ValueError, match="not negative"):
+            assert_estimator_variance(correlated, -np.ones(3), kurtosis=3)
+
+    def test_nan_never_passes(self):
+        with pytest.raises((AssertionError, UntestableError)):
+            assert_estimator_variance(lambda rng: np.nan * rng.random(), 1.0, kurtosis=3)
+
+    def test_right_ones_are_rejected_at_most_as_often_as_declared(self):
+        rejected = 0
+        for seed in range(60):
+            try:
+                assert_estimator_variance(
+                    lambda rng: rng.standard_normal(2), [1, 1], kurtosis=3, num_draws=400,
+                    false_alarm=0.05, rng=seed,
+                )  # fmt: skip
+            except AssertionError:
+                rejected += 1
+        assert rejected <= 18
+
+
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", estimators.KINDS)
 def test_rates_of_six_kinds(kind):
@@ -245,7 +529,7 @@ def test_the_page_needs_no_other_knowledge():
 def test_the_bound_of_a_mean_is_where_the_test_of_it_turns():
     average, bound, count = np.array([0.0, 0.01, 0.5, 1.0]), 2.0, 300
     limit = mean_bound(average * bound, bound, count, false_alarm_rate=1e-6)
-    assert_at_most(0, np.diff(limit))
+    assert_bounded(0, np.diff(limit))
     assert limit[-1] == pytest.approx(bound)
     mirrored = np.full(count, bound - average[1] * bound)
     for factor, passed in ((1 - 1e-6, True), (1 + 1e-6, False)):

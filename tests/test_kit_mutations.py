@@ -789,6 +789,36 @@ mutation(
     check="assert_estimator",
 )
 
+mutation(
+    "a variance of a sum of dependent draws",
+    lambda spread: testing.assert_estimator_variance(
+        lambda rng: spread * rng.standard_normal(), 1.0, kurtosis=3.0, rng=SEED
+    ),
+    1.0,
+    2**0.5,
+    check="assert_estimator_variance",
+)
+
+mutation(
+    "entries that share their noise",
+    lambda size: testing.assert_estimator_covariance(
+        lambda rng: rng.standard_normal(size) * np.ones(2), np.eye(2), kurtosis=3.0, rng=SEED
+    ),
+    2,
+    1,
+    check="assert_estimator_covariance",
+)
+
+mutation(
+    "half of the rows that an error was promised for",
+    lambda rows: testing.assert_at_most(
+        lambda rng: np.mean(rng.standard_normal(rows) ** 2) - 1, 0.5, 0.05, rng=SEED
+    ),
+    32,
+    16,
+    check="assert_at_most",
+)
+
 for pair in kit_inputs.PAIRS:
     mutation(*pair[:4], check=pair[4])
 

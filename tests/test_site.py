@@ -6,6 +6,7 @@ import html
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,48 @@ def sections(site: Path) -> list[set[str]]:
     cut = re.compile(index["config"]["separator"])
     texts = [f"{d['title']} {d['text']}".lower() for d in index["docs"]]
     return [set(cut.split(re.sub("<[^>]+>", " ", text))) for text in texts]
+
+
+SEARCHES = {
+    **{"install": "quickstart", "conda": "quickstart", "cite": "", "licence": ""},
+    **{"hugging face": "from_torch", "transformers": "from_torch", "torch.compile": "from_torch"},
+    **{"MultiheadAttention": "from_torch", "onnx": "from_torch", "rope": "positions"},
+    **{"alibi": "positions", "packed sequences": "positions", "MHA": "choose", "rwkv": "choose"},
+    **{"FlashAttention": "choose", "kv cache eviction": "state", "prefix cache": "state"},
+    **{"decode": "state", "csv": "cli", "json": "cli", "crossover": "cli", "pandas": "cli"},
+    **{"out of memory": "dask", "memmap": "recipes", "mpi": "recipes", "shard_map": "recipes"},
+    **{"performer": "feature_maps", "landmarks": "feature_maps", "linformer": "baselines"},
+    **{"longformer": "baselines", "mamba": "recurrences", "deltanet": "recurrences"},
+    **{"sinkhorn": "kernel_sums", "kernel density": "kernel_sums", "unbiased": "kernels"},
+    **{"minhash": "kernels", "stochastic rounding": "kernels", "safetensors": "layers"},
+    **{
+        "benchmark": "performance",
+        "gradient": "gradients",
+        "cupy": "gpu",
+        "release": "contributing",
+    },
+}
+"""What people type, and the page that should be among the first three."""
+
+
+@pytest.fixture(scope="module")
+def found_by_the_box(site: Path) -> dict[str, list[str]]:
+    """Return the pages that the site's own search worker finds, in its order."""
+    if not shutil.which("node"):
+        pytest.skip("the search box of the pages runs in node, which is not installed")
+    finished = subprocess.run(
+        ["node", str(ROOT / "tests" / "search_box.js"), str(site)],
+        input=json.dumps(list(SEARCHES)), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return {
+        query: [place.partition("/")[0].partition("#")[0] for place in places]
+        for query, places in json.loads(finished.stdout).items()
+    }
+
+
+@pytest.mark.parametrize("query", SEARCHES)
+def test_the_right_page_is_among_the_first_three(found_by_the_box, query):
+    assert SEARCHES[query] in found_by_the_box[query][:3]
 
 
 @pytest.mark.parametrize("phrase", SEARCHED)

@@ -32,6 +32,13 @@ def _misused(given):
         "check_feature_map": lambda: testing.check_feature_map(given),
         "assert_gaussian_rows": lambda: testing.assert_gaussian_rows(given),
         "assert_estimator": lambda: testing.assert_estimator(given, 0.0, variance=1.0),
+        "assert_at_most": lambda: testing.assert_at_most(given, 0.1, 0.1),
+        "assert_estimator_variance": lambda: testing.assert_estimator_variance(
+            given, 1.0, kurtosis=3
+        ),
+        "assert_estimator_covariance": lambda: testing.assert_estimator_covariance(
+            given, np.eye(2), kurtosis=3
+        ),
         "assert_gradient": lambda: testing.assert_gradient(given, given, x),
         "assert_inputs_unchanged": lambda: testing.assert_inputs_unchanged(given, x),
         "assert_namespace_preserved": lambda: testing.assert_namespace_preserved(given, x),
@@ -49,6 +56,9 @@ WRONG = {"function": _three_arguments, "class": PositiveFeatures, "array": np.on
 FIRST = {
     "assert_gaussian_rows": "sampler",
     "assert_estimator": "draw",
+    "assert_at_most": "error",
+    "assert_estimator_variance": "draw",
+    "assert_estimator_covariance": "draw",
     "assert_gradient": "function",
     "assert_inputs_unchanged": "function",
     "assert_namespace_preserved": "function",
@@ -61,7 +71,7 @@ FIRST = {
     ),
 }
 TAKE_FUNCTIONS = {
-    name for name, argument in FIRST.items() if argument in ("function", "sampler", "draw")
+    name for name, argument in FIRST.items() if argument in ("function", "sampler", "draw", "error")
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.peers.machines import side_by_side
 from benchmarks.peers.processes import ROOT
 from benchmarks.peers.record import Record
-from benchmarks.peers.tables import as_markdown, tables
+from benchmarks.peers.tables import Table, as_markdown, tables
 
 __all__ = ["END", "PAGE", "RESULTS", "START", "between_marks", "records", "render"]
 
@@ -35,8 +35,16 @@ def render(found: Mapping[str, Record]) -> str:
     for name, record in found.items():
         parts += [f"### {record.machine['cpu']}", "", _machine(record)]
         parts += [f"![Time and memory against the number of tokens](images/peers-{name}.png)", ""]
-        parts += [as_markdown(table, level=4) for table in tables(record)]
+        kept = [table for table in tables(record) if not _is_elsewhere(table)]
+        parts += [as_markdown(table, level=4) for table in kept]
     return "\n".join(parts)
+
+
+def _is_elsewhere(table: Table) -> bool:
+    """Whether the page has it side by side, or it is left to the results."""
+    is_other_path = "scale of inputs" in table.title and "float32, backend" not in table.title
+    is_small = table.title in ("512 tokens, 2 threads", "1,024 tokens, 2 threads")
+    return table.title == "Goals" or is_other_path or is_small
 
 
 def _machine(record: Record) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from linattn.cli.completion import complete_map, complete_method, list_maps, list_methods
 from linattn.cli.errors import CommandError, RunError, UserCodeError
 from linattn.cli.text import say
 
@@ -41,7 +42,6 @@ class _OneLineGroup(TyperGroup):
 # What only a running command needs is imported inside it: --help stays quick.
 app = typer.Typer(
     cls=_OneLineGroup,
-    add_completion=False,
     invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -64,19 +64,6 @@ def _version() -> str:
     from linattn.cli import info
 
     return info.version()
-
-
-def _methods() -> str:
-    from linattn.cli.methods import METHODS
-    from linattn.cli.published import PUBLISHED
-
-    return "\n".join(f"{method.name:18} {method.about}" for method in (*METHODS, *PUBLISHED))
-
-
-def _map_names() -> str:
-    from linattn.cli.maps import map_names
-
-    return "\n".join(map_names())
 
 
 @app.callback()
@@ -116,6 +103,7 @@ _Maps = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAMES",
+        autocompletion=complete_method,
         help="Feature maps to measure: favor+, hyperbolic, trigonometric, relu-performer, "
         "elu+1, relu, landmarks, landmarks+window, calibrated+window, coreset. Or published "
         "attentions, see --list. Repeat the option or use commas, here and below.  "
@@ -125,7 +113,10 @@ _Maps = Annotated[
 _ListMaps = Annotated[
     bool,
     typer.Option(
-        "--list", callback=_show(_methods), is_eager=True, help="Say what these maps are, and exit."
+        "--list",
+        callback=_show(list_methods),
+        is_eager=True,
+        help="Say what these are, and exit.",
     ),
 ]
 _Baselines = Annotated[
@@ -176,6 +167,10 @@ _Out = Annotated[
         "frontier.png.",
     ),
 ]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object in the place of tables and lines.")
+]
+_Brief = Annotated[bool, typer.Option("--brief", help="Print the verdict only.")]
 
 
 @app.command(short_help="Is a feature map good enough, and faster?")
@@ -194,13 +189,16 @@ def compare(
     max_tokens: _MaxTokens = 2048,
     max_heads: _MaxHeads = 32,
     out: _Out = Path("linattn-compare"),
+    as_json: _Json = False,
+    brief: _Brief = False,
 ) -> None:
     """Measure feature maps against exact attention, and say whether one is good enough."""
     with _one_line_errors():
         from linattn.cli import methods, settings
 
         try:
-            names = settings.words("--maps", maps, "name") if maps else ()
+            texts = methods.without_labels(maps or [])
+            names = settings.words("--maps", texts, "name") if maps else ()
             chosen = methods.select(names)
         except ValueError as error:
             raise CommandError(f"--maps: {error}") from None
@@ -231,16 +229,18 @@ def compare(
                 max_tokens=max_tokens,
                 max_heads=max_heads,
                 out=out,
-            )
+            ),
+            as_json=as_json,
+            brief=brief,
         )
 
 
 @app.command(short_help="What is installed here, for bug reports.")
-def info() -> None:
+def info(as_json: _Json = False) -> None:
     """Show versions, backends, BLAS, threads and GPUs: for bug reports."""
     from linattn.cli import info as here
 
-    typer.echo(here.text())
+    _print_json(here.record()) if as_json else typer.echo(here.text())
 
 
 @app.command(short_help="Is a feature map what it claims to be?")
@@ -249,6 +249,7 @@ def verify(
         str,
         typer.Argument(
             metavar="NAME|MODULE:OBJECT",
+            autocompletion=complete_map,
             help="A feature map of linattn by its class, such as PositiveFeatures; or a map of "
             "your own, or factory(rng) that makes one, in a module that can be imported here.",
         ),
@@ -274,9 +275,10 @@ def verify(
     list_maps: Annotated[
         bool,
         typer.Option(
-            "--list", callback=_show(_map_names), is_eager=True, help="Show the maps known by name."
+            "--list", callback=_show(list_maps), is_eager=True, help="Show the maps known by name."
         ),
     ] = False,
+    as_json: _Json = False,
 ) -> None:
     """Check the claims of a feature map: mean, variance, causality, streaming, arrays.
 
@@ -295,11 +297,14 @@ def verify(
             report = checks.verify(
                 found, num_draws=draws, seed=seed, notify=notify, show_traceback=traceback
             )
-    console = Console(markup=False, highlight=False, emoji=False)
-    console.print(checks.report_table(report))
-    for text in (*checks.failures(report), report.summary, report.reservation):
-        if text:
-            console.print(text)
+    if as_json:
+        _print_json(checks.record(report))
+    else:
+        console = Console(markup=False, highlight=False, emoji=False)
+        console.print(checks.report_table(report))
+        for text in (*checks.failures(report), report.summary, report.reservation):
+            if text:
+                console.print(text)
     if not report.passed:
         raise typer.Exit(1)
     if report.reservation:
@@ -327,6 +332,7 @@ _Map = Annotated[
     typer.Option(
         "--map",
         metavar="NAME",
+        autocompletion=complete_map,
         help="Feature map: a class of linattn such as PositiveFeatures (see verify --list), a "
         "name of a map in compare --list, or MODULE:OBJECT; or exact, for exact attention in "
         "quadratic time.  [default: landmarks; with --causal favor+]",
@@ -366,7 +372,7 @@ _BlockSize = Annotated[
 ]
 _Workers = Annotated[
     int | None,
-    typer.Option(metavar="NUMBER", help="Processes of Dask on this machine that share the work."),
+    typer.Option(metavar="NUMBER", help="Processes of Dask; pays where one takes some minutes."),
 ]
 _Scheduler = Annotated[
     str | None,
@@ -397,6 +403,7 @@ def attend(
     workers: _Workers = None,
     scheduler: _Scheduler = None,
     resume: _Resume = False,
+    as_json: _Json = False,
 ) -> None:
     """Attend a block at a time, from files to a file; memory does not grow with their length.
 
@@ -429,13 +436,22 @@ def attend(
         )
         with _rows_progress() as progress:
             summary = files_to_file.run(settings, progress, _warn)
-    say(str(summary), whole=True)
+    if as_json:
+        _print_json(summary.record())
+    else:
+        say(str(summary), whole=True)
     if summary.failure:
         _fail(summary.failure)
         raise typer.Exit(3)
 
 
-def _compare(settings: Settings) -> None:
+def _print_json(record: dict[str, Any]) -> None:
+    from linattn.cli.report import as_json
+
+    typer.echo(as_json(record).decode().rstrip())
+
+
+def _compare(settings: Settings, *, as_json: bool, brief: bool) -> None:
     from rich.console import Console
 
     from linattn.cli import inputs, plots, report, tables
@@ -462,6 +478,10 @@ def _compare(settings: Settings) -> None:
     for name, content in zip(names, contents, strict=True):
         report.write(settings.out / name, content)
 
+    if as_json:
+        return _print_json(results.record())
+    if brief:
+        return say(f"Verdict: {results.verdict.sentence}", whole=True)
     # A narrower terminal breaks the lines of a table; nothing may be cut off.
     width = max(tables.WIDTH, shutil.get_terminal_size().columns)
     console = Console(markup=False, highlight=False, emoji=False, width=width)
@@ -501,10 +521,12 @@ def _bar(*columns: Any) -> Iterator[Any]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
     """Show steps done; call the function it yields before each step."""
-    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    text = TextColumn("{task.description}", markup=False)
-    with _bar(MofNCompleteColumn(), TimeElapsedColumn(), text) as progress:
+    left = TextColumn("passed, about")
+    text = TextColumn("left: {task.description}", markup=False)
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), left, TimeRemainingColumn(), text)
+    with _bar(*columns) as progress:
         task = progress and progress.add_task("", total=total)
         begun = 0
 

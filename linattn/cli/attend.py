@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -137,6 +137,23 @@ class Summary(NamedTuple):
             f"or --map exact; --tolerance inf is for a model trained with this map"
         )
 
+    def record(self) -> dict[str, Any]:
+        """Return it as dictionaries, lists and numbers."""
+        return {
+            "settings": asdict(self.settings),
+            "tokens": self.num_tokens,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "checked_rows": self._checked_rows,
+            "errors": None if self.errors is None else self.errors.tolist(),
+            "within_tolerance": not self.failure,
+        }
+
+    @property
+    def _checked_rows(self) -> int:
+        wanted = self.settings.check or CHECKED_ROWS
+        return 0 if self.errors is None else min(wanted, self.num_tokens)
+
     def __str__(self) -> str:
         """Return the line."""
         rate = self.num_tokens / max(self.seconds, 1e-9)
@@ -151,11 +168,10 @@ class Summary(NamedTuple):
         if self.errors is None:
             return f"{text}; nothing to check"
         worst = f", worst head {self.errors.max():.2g}" if self.errors.size > 1 else ""
-        rows = min(self.settings.check or CHECKED_ROWS, self.num_tokens)
         judged = "above" if self.is_above else "within"
         return (
             f"{text}; {judged} the tolerance {self.settings.tolerance:g}: error against exact "
-            f"attention on {count(rows, 'row')}: {np.median(self.errors):.2g}{worst}"
+            f"attention on {count(self._checked_rows, 'row')}: {np.median(self.errors):.2g}{worst}"
         )
 
 
@@ -175,8 +191,11 @@ def run(settings: Settings, progress: Progress, warn: Callable[[str], None]) -> 
     if not out.is_zarr:
         _check_own_file("--out", settings.out, (*settings.files, settings.mask))
     out.check(resume=settings.resume)
-    query, key, value = stores.open_inputs(settings.files)
-    weights = {} if settings.mask is None else {"key_mask": stores.open_array(settings.mask)}
+    opened = stores.open_inputs(settings.files)
+    query, key, value = (opened[name] for name in stores.NAMES)
+    weights = {name: opened[name] for name in (stores.BIAS,) if name in opened}
+    if settings.mask is not None:
+        weights["key_mask"] = stores.open_array(settings.mask)
     if settings.save_state is not None:
         taken = (*settings.files, settings.mask, settings.out, out.checkpoint)
         _check_own_file("--save-state", settings.save_state, taken)
@@ -335,10 +354,12 @@ def _feature_map(settings: Settings, inputs: Inputs) -> Any:
     """Make the map of that name for these inputs, fitted to rows of them where it is fitted."""
 
     def sample() -> dict[str, Any]:
-        mask = inputs.weights.get("key_mask")
-        if mask is not None and mask.shape[-1] != 1:
-            mask = _sample(mask[..., None])[..., 0] > 0
-        return {"query": _sample(inputs.query), "key": _sample(inputs.key), "key_mask": mask}
+        rows = {"query": _sample(inputs.query), "key": _sample(inputs.key)}
+        for name, weight in inputs.weights.items():
+            if weight.shape[-1] != 1:
+                weight = _sample(weight[..., None])[..., 0]
+            rows[name] = weight > 0 if name == "key_mask" else weight
+        return rows
 
     if settings.map.casefold() == EXACT:
         return ExactMap()

@@ -25,6 +25,7 @@ __all__ = [
     "blas",
     "gpus",
     "machine",
+    "record",
     "text",
     "threads",
     "version",
@@ -103,6 +104,16 @@ def text() -> str:
         ("Machine", facts),
     ]
     return "\n\n".join(_section(title, entries) for title, entries in sections)
+
+
+def record() -> dict[str, Any]:
+    """Return everything as dictionaries, lists and numbers."""
+    return {
+        "versions": versions(),
+        "machine": {**machine(), "blas": blas(), "threads": threads()},
+        "backends": [backend._asdict() for backend in backends()],
+        "gpus": gpus(),
+    }
 
 
 def versions() -> dict[str, str]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from linattn import datasets
 from linattn.cli.errors import CommandError
-from linattn.cli.stores import NAMES, open_inputs
-from linattn.cli.text import count, reason
+from linattn.cli.stores import BIAS, NAMES, open_inputs
+from linattn.cli.text import count
 
-__all__ = ["BIAS", "NAMES", "NOISE", "Inputs", "continued", "limited", "load", "sample"]
-
-BIAS = "key_bias"
-"""An array that a file may have."""
+__all__ = [
+    "BIAS",
+    "NAMES",
+    "NOISE",
+    "Inputs",
+    "continued",
+    "limited",
+    "load",
+    "sample",
+    "size_text",
+]
 
 NOISE = 0.1
 """Noise on repeated tokens, in units of each coordinate's standard deviation."""
@@ -112,18 +118,15 @@ def load(*paths: Path) -> Inputs:
     """Read query, key and value and check them: three .npy files, an .npz file or a zarr store.
 
     Leading axes broadcast and become heads. float16 is computed in float32; nothing is ever
-    unpickled. A fourth array of an .npz file, key_bias, may hold log weights of keys.
+    unpickled. A fourth array of one file, key_bias, may hold log weights of keys.
 
     Raises
     ------
     CommandError
         The file cannot be read, or holds no such arrays.
     """
-    if len(paths) == 1 and all(path.suffix != ".zarr" for path in paths):
-        found = _read(*paths)
-    else:
-        opened = zip(NAMES, open_inputs(paths), strict=True)
-        found = {name: np.asarray(array[...]) for name, array in opened}
+    opened = open_inputs(paths, whole=True).items()
+    found = {name: np.asarray(array[...]) for name, array in opened}
     path = " ".join(map(str, paths))
     of_arrays = zip(NAMES, paths * len(NAMES), strict=False)
     query, key, value = (_checked(str(file), name, found[name]) for name, file in of_arrays)
@@ -152,6 +155,18 @@ def load(*paths: Path) -> Inputs:
         whole = np.broadcast_to(key_bias, (*batch, key_bias.shape[-1]))
         key_bias = whole.reshape(-1, key_bias.shape[-1]).astype(dtype, copy=False)
     return Inputs(path, query, key, value, question=question, key_bias=key_bias)
+
+
+def size_text(inputs: Inputs) -> str:
+    """Return heads, tokens and dim, for people."""
+    heads, num_queries, dim = inputs.query.shape
+    num_keys = inputs.key.shape[-2]
+    length = (
+        count(num_keys, "token")
+        if num_queries == num_keys
+        else f"{count(num_queries, 'query', 'queries')} and {count(num_keys, 'key')}"
+    )
+    return f"{count(heads, 'head')}, {length}, dim {dim}"
 
 
 def limited(inputs: Inputs, *, max_heads: int, max_tokens: int, is_causal: bool) -> Inputs:
@@ -238,45 +253,6 @@ def _question(shape: tuple[int, ...]) -> str:
         f"{count(outer, 'token')} of {count(inner, 'head')}? Then save "
         "numpy.swapaxes(x, -3, -2) of each array: axes are (..., length, dim)"
     )
-
-
-def _read(path: Path) -> dict[str, npt.NDArray[np.generic]]:
-    try:
-        with path.open("rb") as stream:
-            return _arrays(path, stream)
-    except OSError as error:
-        raise CommandError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _arrays(path: Path, stream: BinaryIO) -> dict[str, npt.NDArray[np.generic]]:
-    try:
-        archive = np.load(stream, allow_pickle=False)
-    except (ValueError, EOFError, zipfile.BadZipFile):
-        stream.seek(0)
-        is_zip = stream.read(2) == b"PK"
-        found = "one that is cut off or damaged" if is_zip else "something else"
-        raise CommandError(
-            f"{path}: want an .npz file of NumPy arrays (numpy.savez), got {found}"
-        ) from None
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise CommandError(
-            f"{path}: want an .npz file with {', '.join(NAMES)}, or three .npy files, got a single "
-            f".npy array"
-        )
-    missing = [name for name in NAMES if name not in archive.files]
-    if missing:
-        found = ", ".join(archive.files) or "nothing"
-        wanted = f"{', '.join(NAMES)}; missing: {', '.join(missing)}"
-        raise CommandError(f"{path}: want arrays {wanted}; found: {found}")
-    arrays = {}
-    for name in (*NAMES, *({BIAS} & set(archive.files))):
-        try:
-            arrays[name] = np.asarray(archive[name])
-        except MemoryError:
-            raise
-        except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
-            raise CommandError(f"{path}: {name} cannot be read: {reason(error)}") from None
-    return arrays
 
 
 def _checked_bias(path: str, array: npt.NDArray[np.generic], key: FloatArray) -> FloatArray:

@@ -7,7 +7,9 @@ which is timed; work done once (drawing a projection) belongs into `make`.
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +23,7 @@ from linattn.cli.published import PUBLISHED
 from linattn.cli.text import find_name
 from linattn.typing import Array, FeatureMap
 
-__all__ = ["EXACT", "METHODS", "REFERENCES", "UNIFORM", "select"]
+__all__ = ["EXACT", "METHODS", "REFERENCES", "UNIFORM", "select", "without_labels"]
 
 
 def _linear(feature_map: FeatureMap, window: int | None = None) -> Attend:
@@ -285,6 +287,15 @@ EXACT = _reference("exact", "exact softmax", lambda *given: _softmax)
 
 REFERENCES: tuple[Method, ...] = (UNIFORM, AUTOMATIC, EXACT)
 """What the methods are held against: always measured, never the winner."""
+
+
+def without_labels(texts: Sequence[str]) -> list[str]:
+    """Replace the labels of tables by names: some have a comma, at which lists are split."""
+    labels = {method.label: method.name for method in (*METHODS, *PUBLISHED)}
+    found = list(texts)
+    for label in sorted(labels, key=len, reverse=True):
+        found = [re.sub(re.escape(label), labels[label], text, flags=re.I) for text in found]
+    return found
 
 
 def select(names: tuple[str, ...], *, with_published: bool = False) -> tuple[Method, ...]:

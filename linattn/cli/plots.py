@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from linattn.cli.compare import GOOD_ENOUGH, Row, frontier, uniform_row
-from linattn.cli.inputs import Inputs
+from linattn.cli.inputs import Inputs, size_text
 from linattn.cli.methods import METHODS
 from linattn.cli.published import PUBLISHED
 from linattn.cli.sweep import Crossover, Sweep
-from linattn.cli.tables import size_text
 
 __all__ = ["COLORS", "error_figure", "frontier_figure", "png", "time_figure"]
 

@@ -23,8 +23,11 @@ FRONTIER = "frontier.png"
 
 
 def as_json(record: Any) -> bytes:
-    """Return a record as JSON; infinite and NaN numbers, which JSON does not have, as null."""
-    return (json.dumps(_finite(record), indent=2, allow_nan=False) + "\n").encode()
+    """Return a record as JSON; infinite and NaN numbers, which JSON does not have, as null.
+
+    What else it does not have, such as paths, is text.
+    """
+    return (json.dumps(_finite(record), indent=2, allow_nan=False, default=str) + "\n").encode()
 
 
 def prepare_folder(folder: Path, names: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ from linattn.cli.compare import (
     refuted,
 )
 from linattn.cli.errors import CommandError
-from linattn.cli.inputs import Inputs, continued, limited
+from linattn.cli.inputs import Inputs, continued, limited, size_text
 from linattn.cli.method import FAILURES, Method
 from linattn.cli.methods import EXACT, METHODS, REFERENCES, select
 from linattn.cli.settings import Settings
@@ -260,7 +260,10 @@ def _on_all(
         told.append(f"the first {tokens}")
         remedy += f" --max-tokens {most}"
     if not told:
-        return verdict
+        judged = (
+            f" Judged on all of them: {size_text(inputs)}." if verdict.median is not None else ""
+        )
+        return replace(verdict, sentence=verdict.sentence + judged)
     sentence = f"{verdict.sentence} This was judged on {', '.join(told)}"
     error = None
     share = min(first / total for first, total in sizes)

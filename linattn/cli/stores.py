@@ -17,9 +17,12 @@ from linattn._extras import remedy
 from linattn.cli.errors import CommandError
 from linattn.cli.text import reason
 
-__all__ = ["NAMES", "OUTPUT", "Output", "open_array", "open_inputs"]
+__all__ = ["BIAS", "NAMES", "OUTPUT", "Output", "open_array", "open_inputs"]
 
 NAMES = ("query", "key", "value")
+
+BIAS = "key_bias"
+"""An array that one file may hold beside them: log weights of keys."""
 
 OUTPUT = "output"
 """Name of the array in a zarr store that is written."""
@@ -27,9 +30,29 @@ OUTPUT = "output"
 CHUNK_ROWS = 16384
 """Rows of a chunk that is written, where the query has no chunks."""
 
+KINDS = {
+    ".npy": (b"\x93NUMPY", "an .npy file of an array (numpy.save)"),
+    ".npz": (b"PK", "an .npz file of NumPy arrays (numpy.savez)"),
+    ".zarr": (b"", "a .zarr store of arrays (zarr.open_group)"),
+}
+"""How the files of a kind begin, and what they are."""
 
-def open_inputs(paths: Sequence[Path]) -> list[Any]:
-    """Open query, key and value: three .npy files, or one .npz file or zarr store with all.
+REMEDIES = {
+    **dict.fromkeys((".csv", ".txt", ".tsv"), "numpy.loadtxt reads text"),
+    **dict.fromkeys((".pt", ".pth", ".bin", ".safetensors"), "load it, and save x.numpy()"),
+    **dict.fromkeys((".h5", ".hdf5"), "load it by h5py, and save dataset[...]"),
+    **dict.fromkeys((".parquet", ".feather"), "load it by pandas, and save frame.to_numpy()"),
+    **dict.fromkeys((".gz", ".zip", ".bz2", ".xz"), "unpack it first"),
+    **dict.fromkeys((".pkl", ".pickle"), "nothing is unpickled here; save the array itself"),
+}
+"""How to get from files of other kinds to one of these."""
+
+
+def open_inputs(paths: Sequence[Path], *, whole: bool = False) -> dict[str, Any]:
+    """Open query, key, value and key_bias: three .npy files, or one .npz file or zarr store.
+
+    Members of an .npz file that are compressed are read if `whole`, and rejected otherwise. Only
+    one file with all arrays can have a key_bias.
 
     Raises
     ------
@@ -37,21 +60,18 @@ def open_inputs(paths: Sequence[Path]) -> list[Any]:
         They cannot be opened, or are something else.
     """
     if len(paths) == len(NAMES):
-        return [open_array(path) for path in paths]
+        return dict(zip(NAMES, map(open_array, paths), strict=True))
     path = paths[0]
     if len(paths) != 1 or path.suffix not in (".npz", ".zarr"):
         raise CommandError(
             f"want three .npy files, or one .npz file or .zarr store with {', '.join(NAMES)}, got "
-            f"{' '.join(map(str, paths))}"
+            f"{' '.join(map(str, paths))}{_remedy_of(path)}"
         )
     if path.suffix == ".npz":
-        return [_named(path, partial(_member, path, name)) for name in NAMES]
+        return dict(_named(path, partial(_members, path, whole)))
     group = _named(path, lambda: _zarr().open_group(path, mode="r"))
-    missing = [name for name in NAMES if name not in group]
-    if missing:
-        found = ", ".join(sorted(group.array_keys())) or "nothing"
-        raise CommandError(f"{path}: missing: {', '.join(missing)}; found: {found}")
-    return [group[name] for name in NAMES]
+    wanted = _wanted(path, sorted(group.array_keys()))
+    return {name: group[name] for name in wanted}
 
 
 def open_array(path: Path, mode: Any = "r") -> Any:
@@ -63,47 +83,86 @@ def open_array(path: Path, mode: Any = "r") -> Any:
         It cannot be mapped.
     """
     if path.suffix != ".npy":
-        raise CommandError(f"{path}: want an .npy file (numpy.save)")
-    return _named(path, lambda: np.load(path, mmap_mode=mode, allow_pickle=False))
+        raise CommandError(f"{path}: want an .npy file (numpy.save){_remedy_of(path)}")
+    return _named(path, lambda: np.lib.format.open_memmap(path, mode))
+
+
+def _remedy_of(path: Path) -> str:
+    return f"; {REMEDIES[path.suffix]}" if path.suffix in REMEDIES else ""
+
+
+def _wanted(path: Path, found: Sequence[str]) -> list[str]:
+    """Return the names of the arrays to open, out of those that are there."""
+    missing = [name for name in NAMES if name not in found]
+    if missing:
+        raise CommandError(
+            f"{path}: want arrays {', '.join(NAMES)}; missing: {', '.join(missing)}; found: "
+            f"{', '.join(found) or 'nothing'}"
+        )
+    return [*NAMES, *({BIAS} & set(found))]
 
 
 def _named(path: Path, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except OSError as error:
-        raise CommandError(f"{path}: cannot be opened: {error.strerror or error}") from None
-    except CommandError:
+    except (CommandError, MemoryError):
         raise
     except Exception as error:  # damaged files make the parsers raise nearly anything
-        raise CommandError(f"{path}: cut off, damaged or something else: {reason(error)}") from None
+        if isinstance(error, OSError) and error.strerror:
+            raise CommandError(f"{path}: cannot be opened: {error.strerror}") from None
+        if not path.exists():
+            raise CommandError(f"{path}: cannot be opened: No such file or directory") from None
+        begin, kind = KINDS[path.suffix]
+        found = "something else"
+        if path.is_file():
+            with path.open("rb") as file:
+                is_kind = file.read(len(begin)) == begin
+            found = "one that is cut off or damaged" if is_kind else found
+        if "Python objects" in str(error):
+            found = "Python objects, which are never unpickled"
+        raise CommandError(f"{path}: want {kind}, got {found}") from None
 
 
-def _member(path: Path, name: str) -> Any:
-    """Map an array of an uncompressed .npz file where it lies."""
+def _members(path: Path, whole: bool) -> dict[str, Any]:
+    """Map arrays of an .npz file where they lie, or read them if they are compressed."""
+    with zipfile.ZipFile(path) as archive:
+        infos = {Path(info.filename).stem: info for info in archive.infolist()}
+        wanted = _wanted(path, list(infos))
+        if whole:
+            return {name: _read_member(path, name, archive, infos[name]) for name in wanted}
     with path.open("rb") as file:
-        with zipfile.ZipFile(file) as archive:
-            found = {Path(info.filename).stem: info for info in archive.infolist()}
-        info = found.get(name)
-        if info is None:
-            raise CommandError(f"{path}: missing: {name}; found: {', '.join(found) or 'nothing'}")
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CommandError(
-                f"{path}: {name} is compressed, and cannot be read in parts; save it with "
-                f"numpy.savez or numpy.save"
-            )
-        # The local header: 30 bytes, of which the last four are lengths of what follows it.
-        file.seek(info.header_offset + 26)
-        lengths = np.frombuffer(file.read(4), "<u2")
-        file.seek(int(lengths.sum()), os.SEEK_CUR)
-        return _map_member(path, file)
+        return {name: _map_member(path, file, infos[name]) for name in wanted}
 
 
-def _map_member(path: Path, file: BinaryIO) -> Any:
+def _read_member(path: Path, name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+    try:
+        with archive.open(info) as file:
+            return np.lib.format.read_array(file, allow_pickle=False)
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged bytes make zipfile and NumPy raise nearly anything
+        is_object = "Object arrays" in str(error)
+        why = "it holds Python objects, which are never unpickled" if is_object else reason(error)
+        raise CommandError(f"{path}: {name} cannot be read: {why}") from None
+
+
+def _map_member(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> Any:
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CommandError(
+            f"{path}: {Path(info.filename).stem} is compressed, and cannot be read in parts; save "
+            f"it with numpy.savez or numpy.save"
+        )
+    # The local header: 30 bytes, of which the last four are lengths of what follows it.
+    file.seek(info.header_offset + 26)
+    lengths = np.frombuffer(file.read(4), "<u2")
+    file.seek(int(lengths.sum()), os.SEEK_CUR)
     version = np.lib.format.read_magic(file)
     read: Any = np.lib.format.read_array_header_1_0
     if version != (1, 0):
         read = np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("Python objects")
     order: Any = "F" if is_fortran else "C"
     return np.memmap(path, dtype, "r", file.tell(), shape, order)
 

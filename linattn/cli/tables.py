@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linattn.cli.compare import GOOD_ENOUGH, MAX_EXACT_SHARE, Row, best_row, frontier
-from linattn.cli.inputs import NOISE, Inputs
+from linattn.cli.inputs import NOISE, Inputs, size_text
 from linattn.cli.sweep import Sweep
 from linattn.cli.text import count, duration
 from linattn.diagnostics import PERCENTILES, AttendedNorms
@@ -26,7 +26,6 @@ __all__ = [
     "left_out_text",
     "memory",
     "norms_text",
-    "size_text",
     "time_table",
 ]
 
@@ -165,18 +164,6 @@ def _by_reason(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     for label, why in pairs:
         reasons.setdefault(why, []).append(label)
     return [(why, ", ".join(labels)) for why, labels in reasons.items()]
-
-
-def size_text(inputs: Inputs) -> str:
-    """Return heads, tokens and dim, for people."""
-    heads, num_queries, dim = inputs.query.shape
-    num_keys = inputs.key.shape[-2]
-    length = (
-        count(num_keys, "token")
-        if num_queries == num_keys
-        else f"{count(num_queries, 'query', 'queries')} and {count(num_keys, 'key')}"
-    )
-    return f"{count(heads, 'head')}, {length}, dim {dim}"
 
 
 def norms_text(norms: AttendedNorms) -> str:

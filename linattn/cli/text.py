@@ -33,21 +33,25 @@ def reason(error: Exception) -> str:
 
 
 def find_name(name: str, known: Mapping[str, T]) -> T:
-    """Return what a name is known for, whatever its case.
+    """Return what a name is known for, whatever its case and its spaces.
 
     Raises
     ------
     ValueError
         It is unknown; the message is the name, and known ones that are near.
     """
-    spelled = {each.casefold(): each for each in known}
-    word = name.casefold()
+    spelled = {_bare(each): each for each in known}
+    word = _bare(name)
     if word in spelled:
         return known[spelled[word]]
     begin = (each for each in spelled if word and each.startswith(word))
     near = dict.fromkeys((*begin, *get_close_matches(word, spelled)))
     guess = " or ".join([spelled[each] for each in near][:3])
     raise ValueError(f"{name}; did you mean {guess}?" if guess else name)
+
+
+def _bare(name: str) -> str:
+    return "".join(name.casefold().split())
 
 
 def wrap(text: str, width: int, indent: str = "") -> str:

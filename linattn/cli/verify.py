@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "failures",
     "num_checks",
+    "record",
     "report_table",
     "verify",
 ]
@@ -95,6 +97,16 @@ def verify(
 def failures(report: Report) -> list[str]:
     """Return what went wrong in each check that failed."""
     return [f"{row.check}: {row.detail}" for row in report.rows if row.result == "FAILED"]
+
+
+def record(report: Report) -> dict[str, Any]:
+    """Return the report as dictionaries, lists and numbers."""
+    return {
+        **asdict(report),
+        "passed": report.passed,
+        "summary": report.summary,
+        "reservation": report.reservation,
+    }
 
 
 def report_table(report: Report) -> Table:

@@ -41,6 +41,7 @@ from linattn.testing.attention import (
 )
 from linattn.testing.backend import BackendReport, check_backend
 from linattn.testing.check import Report, check_feature_map
+from linattn.testing.covariances import assert_estimator_covariance, assert_estimator_variance
 from linattn.testing.estimates import assert_mean, assert_unbiased, assert_variance
 from linattn.testing.estimators import assert_estimator, draws_for
 from linattn.testing.gradients import assert_gradient
@@ -52,6 +53,7 @@ from linattn.testing.recurrences import (
 )
 from linattn.testing.rollback import assert_rollback
 from linattn.testing.strategies import feature_maps, norm_bounded_vectors, query_key_value
+from linattn.testing.tails import assert_at_most
 
 __all__ = [
     "BackendReport",
@@ -61,9 +63,12 @@ __all__ = [
     "RecurrenceReport",
     "Report",
     "UntestableError",
+    "assert_at_most",
     "assert_batch_independent",
     "assert_causal",
     "assert_estimator",
+    "assert_estimator_covariance",
+    "assert_estimator_variance",
     "assert_gaussian_rows",
     "assert_gradient",
     "assert_inputs_unchanged",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
+from math import nan
 from typing import Any, NoReturn
 
 import numpy as np
@@ -69,6 +70,13 @@ class Evidence:
     detectable_sd : float
         For means: the same in standard deviations of one draw, as they were measured; 0 where
         nothing is random.
+    estimate : float
+        For means, variances and covariances: what was measured less what was claimed, at the entry
+        or pair that is furthest from its claim. NaN where nothing was estimated.
+    interval : tuple of float
+        Holds the true difference there with a probability of 95 %, all entries together.
+    entry : tuple of int
+        Index of that entry.
 
     Examples
     --------
@@ -84,6 +92,9 @@ class Evidence:
     false_alarm_rate: float = 0.0
     detectable: float = 0.0
     detectable_sd: float = 0.0
+    estimate: float = nan
+    interval: tuple[float, float] = (nan, nan)
+    entry: tuple[int, ...] = ()
 
 
 def fail(check: str, message: str) -> NoReturn:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from linattn import _arrays, _checks
 from linattn.feature_maps._projected import SoftmaxKernelFeatures
 from linattn.sampling import Seed
+from linattn.testing._doubts import CUT_OFF_VARIANCES
 from linattn.testing._draws import Floats, MapOrFactory, MapSource, need_pair_kernel
 from linattn.testing._evidence import Evidence, UntestableError, fail, on_host
 from linattn.testing._means import (
@@ -26,6 +27,7 @@ from linattn.testing._means import (
     moves,
     percent,
     scale_of,
+    seen,
     worst,
 )
 from linattn.testing._pairs import (
@@ -44,9 +46,6 @@ __all__ = ["Claim", "assert_mean", "assert_unbiased", "assert_variance"]
 
 Claim: TypeAlias = "Callable[[Array, Array], Array] | ArrayLike"
 """A claim: ``claim(x, y)`` with shapes as ``kernel``, or a number for each pair."""
-
-CUT_OFF_VARIANCES = 20.0
-"""Where squares are cut off, in variances, when their own variance is not known."""
 
 
 @_arrays.on_array_device
@@ -249,7 +248,9 @@ def _assert_mean(
     note = f" ({power.origin})" if power.origin != STATED else ""
     detail = f"{num_draws} draws, {index.size} pairs; sees a bias of {smallest:.1%}{note}{left_out}"
     in_sd = in_standard_deviations(detectable * scale, products, expected, power.variance)
-    return Evidence(claim.check, detail, false_alarm_rate, smallest, in_sd)
+    at = worst(test.score)
+    found = seen(at, products, expected, power.variance)
+    return Evidence(claim.check, detail, false_alarm_rate, smallest, in_sd, *found, at)
 
 
 def _assert_equal_features(claim: _MeanClaim, pairs: Pairs, mean: Any) -> Evidence:
@@ -375,7 +376,9 @@ def assert_variance(
         at, words = worst(test.score), relation.replace("_", " ")
         _fail_variance(check, pairs, at, squares, variance, words, false_alarm_rate)
     detail = f"{num} draws, {len(pairs.index)} pairs; sees an error of {smallest:.0%}{note}"
-    return Evidence(check, detail, false_alarm_rate, smallest)
+    at = worst(test.score)
+    found = seen(at, squares, variance, (tails - 1) * variance**2)
+    return Evidence(check, detail, false_alarm_rate, smallest, 0.0, *found, at)
 
 
 def _claimed_moments(pairs: Pairs, mean: Any, variance: Any) -> tuple[Floats, Floats]:

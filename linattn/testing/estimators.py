@@ -14,21 +14,27 @@ from numpy.typing import ArrayLike, NDArray
 
 from linattn import _arrays, _checks
 from linattn.sampling import Seed, as_generator
+from linattn.testing._doubts import warn_of_dependence, warn_of_seed, warn_of_variance
 from linattn.testing._evidence import Evidence, UntestableError, check_function, fail
 from linattn.testing._means import (
+    CONFIDENCE,
     Floats,
     Noise,
     detectable_share,
     explain,
     in_standard_deviations,
     measure,
+    moves,
     scale_of,
+    seen,
     smallest_count,
+    visible,
     worst,
 )
+from linattn.testing._numbers import Draws, for_each, numbers
 from linattn.testing.statistics import score_test
 
-__all__ = ["assert_draws", "assert_estimator", "draws_for"]
+__all__ = ["assert_draws", "assert_estimator", "claimed", "draws_for"]
 
 CHECK = "assert_estimator"
 
@@ -66,7 +72,8 @@ def assert_estimator(
         The smallest and the largest value that a draw can take.
     kurtosis : float, optional
         Upper bound of ``E (X - mu)^4 / Var(X)^2`` for one draw: 3 for Gaussian noise, 15 for the
-        product of two Gaussians, 1/p for an event of probability p. Try 25.
+        product of two Gaussians, 1/p for an event of probability p. Try 25. Together with
+        ``bounds`` the smaller of both limits of the variance holds.
     num_draws : int, optional
         n. Default 4000.
     false_alarm : float, optional
@@ -77,11 +84,20 @@ def assert_estimator(
     Returns
     -------
     Evidence
-        ``detail`` says the power first. ``detectable`` is the relative bias that is found with
+        ``detail`` says the power first, with the unit and the entry, then the bias that was seen.
+        ``detectable`` is the relative bias that is found with
         99 %, at the entry where it is largest; where mu is near 0, below a tenth of its largest
         entry or half of a draw's standard deviation, it is a share of that.
         ``detectable_sd`` is the bias in standard deviations of one draw, as measured, at the entry
-        where it is smallest.
+        where it is smallest. ``estimate`` is the bias that was seen, in the unit of a draw,
+        ``interval`` holds the true one with 95 %, ``entry`` says where.
+
+    Warns
+    -----
+    UserWarning
+        The test passed, but a stated variance is smaller than the draws', neighbouring draws are
+        correlated (each said wrongly with a probability of at most 1e-9), or one seed gave two
+        results.
 
     Raises
     ------
@@ -91,9 +107,9 @@ def assert_estimator(
         No claim about the noise was made; the draws are too few to see a bias of 100 %; every draw
         is the same although they are claimed to differ.
     TypeError, ValueError
-        Not a function; complex numbers; draws of another shape than mu; more than one claim; a
-        negative variance; mu outside the bounds; a kurtosis of 1 or less; a number of draws that is
-        not whole and positive; a rate outside (0, 1).
+        Not a function; complex numbers; draws of another shape than mu; a variance beside other
+        claims; a negative variance; mu outside the bounds; a kurtosis of 1 or less; a number of
+        draws that is not whole and positive; a rate outside (0, 1).
 
     Notes
     -----
@@ -116,14 +132,19 @@ def assert_estimator(
     --------
     >>> import numpy as np
     >>> from linattn.testing import assert_estimator
-    >>> assert_estimator(lambda rng: rng.exponential(2.0), 2.0, variance=4.0).detail
+    >>> evidence = assert_estimator(lambda rng: rng.exponential(2.0), 2.0, variance=4.0)
+    >>> evidence.detail.partition(";")[0]
     'sees a relative bias of 16.8 % with probability 0.99: 4000 draws of 1 entry'
+    >>> low, high = evidence.interval
+    >>> bool(low < 0 < high), bool(low < evidence.estimate < high)
+    (True, True)
     """
     check_function("draw", draw, "(rng) -> array")
     _checks.check_positive_int("num_draws", num_draws)
-    want = _numbers("expected", expected() if callable(expected) else expected)
-    noise = _claim(want, variance, bounds, kurtosis)
-    source = _Draws(draw, want, as_generator(rng))
+    want = numbers("expected", expected() if callable(expected) else expected)
+    noise = claimed(want, variance, bounds, kurtosis)
+    source = Draws(draw, want.shape, as_generator(rng))
+    warn_of_seed(CHECK, source.once)
     return assert_draws(CHECK, source.take, want, noise, num_draws, false_alarm)
 
 
@@ -145,18 +166,18 @@ def assert_draws(
             _check_bounds(check, draws, *noise.bounds, rounding[0])
         return draws.astype(np.float64, copy=False)
 
-    seen = [np.asarray(noise.variance)]
+    measured = [np.asarray(noise.variance)]
 
     def mean_square(count: int) -> Floats:
-        seen[0] = np.asarray(np.mean((draw(count) - want) ** 2, axis=0))
-        return seen[0]
+        measured[0] = np.asarray(np.mean((draw(count) - want) ** 2, axis=0))
+        return measured[0]
 
     power = measure(noise, mean_square, want, num_draws, false_alarm)
     scale = scale_of(want, power.variance)
     share = detectable_share(scale, power)
     smallest = float(np.max(share, initial=0.0))
     if smallest >= 1:
-        _too_few(share, seen[0], want, noise, num_draws, false_alarm)
+        _too_few(share, measured[0], want, noise, num_draws, false_alarm)
     draws = draw(power.num_draws)
     slack = rounding[0] * (np.abs(want) + 1e-3 * np.max(np.abs(draws), axis=0))
     slack = slack + 1e-5 * rounding[0] * np.max(np.abs(want), initial=0.0)
@@ -164,7 +185,7 @@ def assert_draws(
         draws - want, power.variance, false_alarm_rate=power.false_alarm, rounding=slack
     )
     size = f"{want.size} {'entry' if want.size == 1 else 'entries'}"
-    sees = f"sees a relative bias of {100 * smallest:.3g} % with probability 0.99"
+    sees = f"sees {visible(want, power.variance, share)} with probability 0.99"
     if not test.passed:
         at = worst(test.score)
         entry = f"entry {list(at)}, the worst of {size}," if at else "the estimate"
@@ -177,11 +198,21 @@ def assert_draws(
         raise UntestableError(
             "every draw is the same; draw(rng) must take its random numbers from rng"
         )
+    if noise.variance is not None:
+        warn_of_variance(check, draws, want, noise.variance)
+    warn_of_dependence(check, draws, want, power.variance)
     note = "" if noise.variance is not None else f" ({power.origin})"
     in_sd = in_standard_deviations(share * scale, draws, want, power.variance)
-    return Evidence(
-        check, f"{sees}: {num_draws} draws of {size}{note}", false_alarm, smallest, in_sd
+    at = worst(test.score) if want.size else ()
+    found, (low, high) = seen(at, draws, want, power.variance) if want.size else (0.0, (0.0, 0.0))
+    where = f" at entry {list(at)}" if at else ""
+    detail = (
+        f"{sees}: {num_draws} draws of {size}{note}; seen: a bias of {found:+.2g}{where}, from "
+        f"{low:+.2g} to {high:+.2g} with {CONFIDENCE:g}"
     )
+    still = np.argwhere(np.all(draws == draws[0], axis=0) & moves(power.variance, want))
+    detail += f"; no draw differs at entry {still[0].tolist()}" if len(still) else ""
+    return Evidence(check, detail, false_alarm, smallest, in_sd, found, (low, high), at)
 
 
 def draws_for(
@@ -225,10 +256,10 @@ def draws_for(
     120000
     """
     _checks.check_finite_number("bias", bias, positive=True)
-    want = _numbers("expected", expected)
-    guess = None if variance is None else _claim(want, variance, None, None).variance
+    want = numbers("expected", expected)
+    guess = None if variance is None else claimed(want, variance, None, None).variance
     is_guess = bounds is not None or kurtosis is not None
-    noise = _claim(want, None if is_guess else variance, bounds, kurtosis)
+    noise = claimed(want, None if is_guess else variance, bounds, kurtosis)
     if guess is None and noise.bounds is not None:
         guess = (want - noise.bounds[0]) * (noise.bounds[1] - want)
     if guess is None:
@@ -240,30 +271,6 @@ def draws_for(
         return float(np.max(detectable_share(scale_of(want, typical), power), initial=0.0))
 
     return smallest_count(bias, share)
-
-
-class _Draws:
-    """Draws of one function, checked."""
-
-    def __init__(
-        self, draw: Callable[..., Any], expected: Floats, rng: np.random.Generator
-    ) -> None:
-        self.draw, self.expected, self.rng = draw, expected, rng
-
-    def take(self, count: int) -> NDArray[Any]:
-        """Return ``count`` draws, ``(count, ...)``, in the precision of the last one."""
-        draws = np.empty((count, *self.expected.shape))
-        for i in range(count):
-            drawn = self.draw(self.rng)
-            array = _numbers("draw(rng)", drawn)
-            if array.shape != self.expected.shape:
-                raise ValueError(
-                    f"draw must return arrays of the shape of expected, {self.expected.shape}, got "
-                    f"shape {array.shape}"
-                )
-            draws[i] = array
-        is_narrow = getattr(getattr(drawn, "dtype", None), "itemsize", 8) < 8
-        return draws.astype(np.float32) if is_narrow else draws
 
 
 def _check_bounds(
@@ -281,22 +288,8 @@ def _check_bounds(
         fail(check, message)
 
 
-def _numbers(name: str, given: Any) -> Floats:
-    """Float64 copy of real numbers."""
-    if isinstance(given, np.ndarray | np.generic) or not hasattr(given, "shape"):
-        host = np.asarray(given)
-    else:
-        host = np.asarray(_arrays.to_numpy(given))
-    if host.dtype.kind not in "biuf" and "float" not in str(host.dtype):
-        raise TypeError(
-            f"{name} must be real numbers, got {host.dtype}; give the real and the imaginary part "
-            f"of complex numbers as two entries"
-        )
-    return host.astype(np.float64)
-
-
-def _claim(want: Floats, variance: Any, bounds: Any, kurtosis: float | None) -> Noise:
-    """Check the one claim about the noise."""
+def claimed(want: Floats, variance: Any, bounds: Any, kurtosis: float | None) -> Noise:
+    """Check the claim about the noise."""
     given = [
         name
         for name, claim in (("variance", variance), ("bounds", bounds), ("kurtosis", kurtosis))
@@ -307,34 +300,24 @@ def _claim(want: Floats, variance: Any, bounds: Any, kurtosis: float | None) -> 
             "one of variance=, bounds= or kurtosis= must be given: without any, no test of a mean "
             "is valid; where nothing is known try kurtosis=25"
         )
-    if len(given) > 1:
+    if len(given) > 1 and variance is not None:
         raise ValueError(
-            f"one of variance=, bounds= or kurtosis= must be given, got {' and '.join(given)}"
+            f"variance= must be given alone, got {' and '.join(given)}; the others measure one"
         )
     if not np.all(np.isfinite(want)):
         raise ValueError("expected must be finite, got NaN or inf: no mean is")
-    if kurtosis is not None:
-        return Noise(kurtosis=float(kurtosis))
+    tails = None if kurtosis is None else float(kurtosis)
     if bounds is not None:
-        low, high = (_for_each("bounds", limit, want) for limit in bounds)
+        low, high = (for_each("bounds", limit, want) for limit in bounds)
         if not np.all((low <= want) & (want <= high)):
             raise ValueError("bounds must be (smallest, largest) with expected between them")
-        return Noise(bounds=(low, high))
-    stated = _for_each("variance", variance, want)
+        return Noise(bounds=(low, high), kurtosis=tails)
+    if tails is not None:
+        return Noise(kurtosis=tails)
+    stated = for_each("variance", variance, want)
     if not np.all(stated >= 0):
         raise ValueError(f"variance must not be negative or NaN, got {float(np.min(stated)):.3g}")
     return Noise(variance=stated)
-
-
-def _for_each(name: str, claim: Any, want: Floats) -> Floats:
-    numbers = _numbers(name, claim)
-    try:
-        return np.broadcast_to(numbers, want.shape)
-    except ValueError:
-        raise ValueError(
-            f"{name} must be a number, or one for each entry of expected {want.shape}, got shape "
-            f"{numbers.shape}"
-        ) from None
 
 
 def _too_few(
