@@ -85,7 +85,8 @@ class Variant(NamedTuple):
             size += (1 if keys else 2) * tile * token_row + self.features * value_row
         if keys and queries:
             size += self.features * (tile + 8)
-        return 2 * size + 4 * (5 * self.features + tile)
+        # A read alone has no shifts, sums and rows, which are the last.
+        return 2 * size + 4 * (5 * self.features + tile if keys else 3 * self.features)
 
 
 def _round_up(x: int, multiple: int) -> int:
@@ -261,13 +262,16 @@ class Work(NamedTuple):
         self, function: str, blocks: int, tile: int, args: list[Any], *, keys: bool, queries: bool
     ) -> None:
         """Launch a kernel whose blocks hold these tokens in shared memory."""
+        variant = self.variant
+        if function == "segment_states" and variant.features == 32 * variant.warps:
+            variant = variant._replace(warps=2 * variant.warps)
         device.launch(
             "fused.cu",
             function,
-            self.variant.options(PARTS[function], tile),
+            variant.options(PARTS[function], tile),
             (blocks, self.value_tiles, 1),
-            (32 * self.variant.warps, 1, 1),
-            self.variant.shared(tile, keys=keys, queries=queries),
+            (32 * variant.warps, 1, 1),
+            variant.shared(tile, keys=keys, queries=queries),
             args,
         )
 
