@@ -288,7 +288,7 @@ def attention(problem: Problem) -> Any:
     if problem.sees.is_causal:
         before = states_before(work)
         output, norms, after, flags = causal_rows(work, before)
-        _redo_rejected(work, before, flags, output, norms)
+        redo_rejected(work, before, flags, output, norms)
     else:
         after = full_state(work)
         output, norms = full_rows(work, after)
@@ -512,7 +512,7 @@ def causal_rows(
     return output, norms, after, flags
 
 
-def _redo_rejected(
+def redo_rejected(
     work: Work, before: SegmentStates, flags: Array, output: Array, norms: Array | None
 ) -> None:
     """Compute the rows of flagged segments again, exactly."""

@@ -19,6 +19,9 @@ SHARE_OF_DEVICE = 128
 A share of all memory, not of free memory, so that a call always has the same bits.
 """
 
+GRADIENT_SHARE = 2
+"""Bytes that gradients may take, over those of a block."""
+
 TILE, CAUSAL_TILE = 512, 128
 """Tokens of a tile of float32: many in a product, causal few in its square."""
 
@@ -63,9 +66,28 @@ def tokens_of(problem: Problem) -> int:
     return _fitting(problem, 4 * (numbers + d))
 
 
-def _fitting(problem: Problem, token_bytes: int) -> int:
+def gradient_tokens_of(problem: Problem) -> int:
+    """Tokens of a block of float32 gradients: the caller's choice, or what fits their workspace."""
+    if problem.policy.chunk_size is not None:
+        return problem.policy.chunk_size
+    m, e = problem.num_features, problem.value.shape[-1]
+    # Features of both sides, and gradients by those of one; values, cotangents and outputs.
+    numbers = 3 * m + 3 * e
+    if problem.sees.is_causal:
+        # Scores; states before tiles, and adjoints after them.
+        numbers += CAUSAL_TILE + m * (2 * e + 4) // CAUSAL_TILE
+    return _fitting(problem, 4 * numbers, GRADIENT_SHARE)
+
+
+def gradient_blocks(problem: Problem) -> list[Block]:
+    """Blocks of keys of float32 gradients, and of a forward pass that keeps states for them."""
+    tokens, is_causal = gradient_tokens_of(problem), problem.sees.is_causal
+    return blocks_of(problem.key.shape[-2], tokens, is_causal=is_causal)
+
+
+def _fitting(problem: Problem, token_bytes: int, share: int = 1) -> int:
     """Tokens that fit the workspace, given the bytes of a token of each head."""
-    workspace = min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE)
+    workspace = share * min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE)
     return max(MIN_BLOCK, workspace // (token_bytes * max(1, math.prod(problem.lead))))
 
 

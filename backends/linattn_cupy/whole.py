@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn.typing import Problem
-from linattn_cupy import fused
+from linattn.typing import Cotangent, Problem
+from linattn_cupy import fused, gradients
+from linattn_cupy.state_vjps import float32_pullback, float32_vjp
 from linattn_cupy.states import float32_attention
 
 
@@ -14,3 +15,17 @@ def attention(problem: Problem) -> Any:
     if str(problem.query.dtype) == "float32":
         return float32_attention(problem)
     return fused.attention(problem)
+
+
+def attention_pullback(problem: Problem) -> Any:
+    """Linear attention and its pullback, or Declined."""
+    if str(problem.query.dtype) == "float32":
+        return float32_pullback(problem)
+    return gradients.attention_pullback(problem)
+
+
+def attention_vjp(problem: Problem, cotangent: Cotangent) -> Any:
+    """Gradients of linear attention, or Declined."""
+    if str(problem.query.dtype) == "float32":
+        return float32_vjp(problem, cotangent)
+    return gradients.attention_vjp(problem, cotangent)

@@ -10,47 +10,13 @@
 // elements, of heads and of rows. `spec_heads` is 1 or the number of heads. Option: WARPS.
 #include "device.cuh"
 #include "common.cuh"
-
-#define ROWS(name) i64 name##_head, i64 name##_row
+#include "rows.cuh"
 
 namespace {
 
-constexpr int THREADS = WARPS * WARP;
 // Loads that a lane has in flight: logits that are read, or replaced, rows whose squares are summed, elements
 // that are copied. A multiprocessor must have about 20 KB under way, and may have two blocks only.
 constexpr int ROWS_AT_ONCE = 16, WEIGHTS_AT_ONCE = 8, SQUARES_AT_ONCE = 8, COPIES_AT_ONCE = 8;
-
-// Elements of the rows of one head, (n, width), that a block takes. Divisions of 64 bits are many
-// instructions: a thread makes them once.
-struct Elements {
-    i64 head;
-    i64 first;  // the block's first element in its head
-    i64 token;  // its row
-    u32 column;
-    int count;
-
-    __device__ __forceinline__ Elements(int n, int width, int most) {
-        const i64 size = static_cast<i64>(n) * width;
-        const u32 blocks = static_cast<u32>((size + most - 1) / most);
-        head = blockIdx.x / blocks;
-        first = static_cast<i64>(blockIdx.x % blocks) * most;
-        token = first / width;
-        column = static_cast<u32>(first - token * width);
-        count = static_cast<int>(min(size - first, static_cast<i64>(most)));
-    }
-};
-
-// The row of a head that a warp takes, where a head has n of them.
-struct WarpRow {
-    i64 head;
-    int row;
-
-    __device__ __forceinline__ explicit WarpRow(int n) {
-        const u32 blocks = (static_cast<u32>(n) + WARPS - 1) / WARPS;
-        head = blockIdx.x / blocks;
-        row = static_cast<int>(blockIdx.x % blocks * WARPS + threadIdx.x / WARP);
-    }
-};
 
 // -curvature |x|^2 / 2 from the sums of squares of the lanes of a warp. A square that overflows becomes NaN: its
 // features are not known to be zero.
