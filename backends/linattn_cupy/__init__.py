@@ -22,7 +22,7 @@ from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
 from linattn_cupy.states import divide, read_block, reduce_block
 from linattn_cupy.steps import decode, stepper
-from linattn_cupy.whole import attention, attention_pullback, attention_vjp
+from linattn_cupy.whole import attention, attention_pullback, attention_vjp, modifiers
 
 __all__ = [
     "CapturedCall",
@@ -33,6 +33,7 @@ __all__ = [
     "decode",
     "divide",
     "kernel_status",
+    "modifiers",
     "plan",
     "read_block",
     "reduce_block",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     implements(Backend.decode)(decode)
     implements(Backend.divide)(divide)
     implements(Backend.kernel_status)(kernel_status)
+    implements(Backend.modifiers)(modifiers)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)
     implements(Backend.reduce_block)(reduce_block)

@@ -15,6 +15,7 @@ from linattn_cupy.layout import Heads, Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 from linattn_cupy.steps import (
     COORDINATES_CHANGE,
+    DECAYS,
     EMPTY,
     MAPS_DIFFER,
     MAX_VALUE_DIM,
@@ -100,6 +101,7 @@ def _variant(problem: Problem) -> Variant:
     device.require(name in ("float16", "bfloat16"), f"{name} is neither float16 nor bfloat16")
     device.require(accumulated == "float32", f"sums are in {accumulated}")
     device.require(problem.exact.window is None, "exact_window is given")
+    device.require(problem.weights.log_decay is None, DECAYS)
     changes = problem.query_change, problem.key_change
     device.require(changes == (None, None), COORDINATES_CHANGE)
     family = family_of(problem.query_spec)

@@ -312,7 +312,7 @@ def _work_of(problem: Problem) -> Work:
 def _pull_back(problem: Problem, work: Work, forward: _Forward, cotangent: Cotangent) -> Any:
     walk = _causal if problem.sees.is_causal else _full
     gradients, adjoint, flags = walk(_Pull(work, cotangent.output), forward, cotangent.state)
-    if bool(flags.any()):
+    if not bool((flags == 0).all()):
         return Declined("rows were rejected, or a gradient is not finite")
     arrays = (problem.query, problem.key, problem.value)
     sums = [sum_to(x, tuple(like.shape)) for x, like in zip(gradients, arrays, strict=True)]

@@ -42,6 +42,7 @@ from linattn_cupy.states import (
     weigh_keys,
     work_of,
 )
+from linattn_cupy.steps import DECAYS
 
 SOURCE = "vjps.cu"
 ALIGNED = 4
@@ -124,6 +125,7 @@ class Pullback(NamedTuple):
 def float32_pullback(problem: Problem) -> Any:
     """Attention of float32, and its pullback, which begins with the states of the first pass."""
     device.require(problem.state_lead == problem.lead, QUERIES_SHARE)
+    device.require(problem.weights.log_decay is None, DECAYS)
     states: list[StateArrays] = []
     return *solve(problem, states), partial(_pull_back, problem, states)
 
@@ -137,6 +139,7 @@ def float32_vjp(problem: Problem, cotangent: Cotangent) -> Any:
     """
     shared_state = cotangent.state is not None and problem.state_lead != problem.lead
     device.require(not shared_state, "heads share a state that has a cotangent")
+    device.require(problem.weights.log_decay is None, DECAYS)
     work, states = _unshared(problem), []
     blocks = gradient_blocks(problem)
     with products_of(problem):

@@ -23,10 +23,11 @@ from linattn_cupy.parameters import (
     num_features_of,
     parameters_of,
 )
-from linattn_cupy.planning import Block, blocks_of, gradient_blocks, tokens_of
+from linattn_cupy.planning import Block, blocks_of, causal_blocks, gradient_blocks, tokens_of
 from linattn_cupy.products import multiply
 from linattn_cupy.steps import (
     COORDINATES_CHANGE,
+    DECAYS,
     EMPTY,
     MAPS_DIFFER,
     MAX_VALUE_DIM,
@@ -146,12 +147,20 @@ def _broadcast(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
 
 
 class Keys(NamedTuple):
-    """Keys and values of every head, and log weights ``(..., n)``, contiguous, or None for 0."""
+    """Keys and values of every head, and log weights ``(..., n)``, contiguous, or None for 0.
+
+    ``decay``, (heads, n): sums of log decays from the first token of each tile on, or None.
+    """
 
     side: Side
     tokens: HeadRows
     values: HeadRows
     weights: Array | None
+    decay: Array | None = None
+
+    def fades(self, rows: slice) -> list[Any]:
+        """Decays of a block, and the step from each head to the next."""
+        return array_steps(None if self.decay is None else self.decay[:, rows], 1)
 
     def log_weights(self, rows: slice) -> list[Any]:
         """Log weights, and the step from each head to the next."""
@@ -234,7 +243,8 @@ def weigh_keys(keys: Keys, block: Block, shifts: Array, *, is_causal: bool) -> W
     args = [u, *array_steps(x, 2), *log_weights, *side.offsets]
     args += [*int32(n, tile, x.shape[-1], m), side.curvature, terms, tops]
     launch_rows("key_tops", heads * tiles, args)
-    args = [u, terms, *side.offsets, tops, shifts, *int32(n, tile, m, is_causal), scales, z]
+    args = [u, terms, *side.offsets, tops, shifts, *int32(n, tile, m, is_causal)]
+    args += [*keys.fades(block.rows), scales, z]
     launch_rows("key_weights", heads * tiles, args)
     return WeighedKeys(u, values, scales, z)
 
@@ -257,7 +267,8 @@ def add_block(
             device.empty((heads, tiles, m), "float32"),
         )
     after = device.empty(kvz.shape, "float32"), device.empty(shifts.shape, "float32")
-    args = [kvz, shifts, scales, *int32(tiles, m, columns), kv, z, *before, *after]
+    args = [kvz, shifts, scales, *int32(tiles, m, columns)]
+    args += [*keys.fades(block.rows), np.int32(tile), kv, z, *before, *after]
     launch_rows("scan_tiles", element_blocks(heads, m * columns), args)
     return after, KeyTiles(u, values, scales, kv, z, before) if is_causal else None
 
@@ -397,9 +408,32 @@ def state_arrays(state: State, lead: tuple[int, ...]) -> StateArrays:
     return kvz.reshape(-1, *kvz.shape[-2:]), shifts.reshape(-1, shifts.shape[-1])
 
 
-def _new_state(arrays: StateArrays, lead: tuple[int, ...], length: int) -> State:
+def new_state(arrays: StateArrays, lead: tuple[int, ...], length: int) -> State:
     kvz, shifts = arrays
     return State(kvz.reshape(*lead, *kvz.shape[1:]), shifts.reshape(*lead, -1), length)
+
+
+def log_weights_of(problem: Problem) -> Array | None:
+    """Log weights of all keys of all heads, contiguous; None for 0."""
+    mask = problem.weights.key_mask
+    if mask is None:
+        return None
+    weights = problem.xp.where(mask[..., 0], np.float32(0), np.float32(-np.inf))
+    return whole_array(weights, 1, problem.state_lead)
+
+
+def _decay_of(problem: Problem) -> Array:
+    """Sums of log decays from the first token of each tile on, (heads, n)."""
+    decay, length = problem.weights.log_decay, problem.key.shape[-2]
+    assert decay is not None
+    shape = (*problem.state_lead, length)
+    decay = device.broadcast(decay[..., 0], shape).reshape(-1, length).astype("float64")
+    found = device.empty(decay.shape, "float32")
+    tile = causal_blocks(problem)[0].tile
+    whole = length // tile * tile
+    found[:, :whole] = decay[:, :whole].reshape(-1, tile).cumsum(axis=-1).reshape(-1, whole)
+    found[:, whole:] = decay[:, whole:].cumsum(axis=-1)
+    return found
 
 
 class Work(NamedTuple):
@@ -428,15 +462,17 @@ def work_of(problem: Problem) -> Work:
     accumulated = str(np.dtype(problem.dtype))
     device.require(accumulated == "float32", f"sums are in {accumulated}")
     d, e = problem.query.shape[-1], problem.value.shape[-1]
+    decays = problem.weights.log_decay is not None
+    device.require(not decays or problem.mode == "causal", DECAYS)
     if problem.sees.is_causal:
         device.require(specs[0] is specs[1], MAPS_DIFFER)
         device.require(e <= MAX_VALUE_DIM, f"e = {e} is above {MAX_VALUE_DIM}")
         device.require(lead == key_lead, QUERIES_SHARE)
     heads, key_heads = heads_of(lead), heads_of(key_lead)
-    weights = problem.weights.key_mask
-    if weights is not None:
-        zero, hidden = np.float32(0), np.float32(-np.inf)
-        weights = whole_array(problem.xp.where(weights[..., 0], zero, hidden), 1, key_lead)
+    weights, decay = log_weights_of(problem), _decay_of(problem) if decays else None
+    if decay is not None:
+        by_token = decay.reshape(*key_lead, -1)
+        weights = -by_token if weights is None else weights - by_token
     key_side = Side(problem.key_spec, d, key_lead)
     if state is None:
         shape = key_heads.total, key_side.features, e + 1
@@ -446,7 +482,7 @@ def work_of(problem: Problem) -> Work:
     key, value = HeadRows(problem.key, key_heads), HeadRows(problem.value, key_heads)
     return Work(
         Queries(Side(problem.query_spec, d, lead), HeadRows(problem.query, heads)),
-        Keys(key_side, key, value, weights),
+        Keys(key_side, key, value, weights, decay),
         before,
         0 if state is None else state.length,
     )
@@ -479,10 +515,12 @@ def solve(
     with products_of(problem):
         state = walk(problem, work, out, kept)
     rows, norms, _ = out
+    if norms is not None and work.keys.decay is not None:
+        norms += work.keys.decay
     length = work.before + problem.key.shape[-2]
     output = rows.reshape(*problem.lead, *rows.shape[1:])
     norms = None if norms is None else norms.reshape(output.shape[:-1])
-    return output, _new_state(state, problem.state_lead, length), norms
+    return output, new_state(state, problem.state_lead, length), norms
 
 
 def _causal(
@@ -490,7 +528,7 @@ def _causal(
 ) -> StateArrays:
     state, blocks = work.state, gradient_blocks(problem)
     if kept is None:
-        blocks = blocks_of(problem.key.shape[-2], tokens_of(problem), is_causal=True)
+        blocks = causal_blocks(problem)
     for block in blocks:
         if kept is not None:
             kept.append(state)
@@ -510,7 +548,7 @@ def _full(problem: Problem, work: Work, out: Output, kept: list[StateArrays] | N
         kept.append(tuple(x.copy() for x in state))  # the caller may write over the other
     read = state
     if problem.lead != problem.state_lead:
-        read = state_arrays(_new_state(state, problem.state_lead, 0), problem.lead)
+        read = state_arrays(new_state(state, problem.state_lead, 0), problem.lead)
     kv, length = values_of(read), problem.query.shape[-2]
     for start in range(0, length, tokens):
         rows = slice(start, min(start + tokens, length))
@@ -539,7 +577,7 @@ def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: S
     after = state_arrays(state, lead)
     for block in blocks_of(n, n, is_causal=False):
         after, _ = add_block(keys, block, after, is_causal=False)
-    return _new_state(after, lead, state.length + n)
+    return new_state(after, lead, state.length + n)
 
 
 @device.or_generic

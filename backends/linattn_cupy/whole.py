@@ -6,12 +6,22 @@ from typing import Any
 
 from linattn.typing import Cotangent, Problem
 from linattn_cupy import fused, gradients
+from linattn_cupy.exact import softmax_attention, window_attention
 from linattn_cupy.state_vjps import float32_pullback, float32_vjp
 from linattn_cupy.states import float32_attention
 
 
+def modifiers() -> tuple[str, ...]:
+    """Name what changes the weights of problems that the functions of this backend take."""
+    return ("log_decay",)
+
+
 def attention(problem: Problem) -> Any:
-    """Linear attention, or Declined: float32 by products, 16-bit arrays by fused kernels."""
+    """Attention, or Declined: float32 by products, 16-bit arrays by fused kernels."""
+    if problem.mode == "exact":
+        return softmax_attention(problem)
+    if problem.mode == "window" and str(problem.query.dtype) == "float32":
+        return window_attention(problem)
     if str(problem.query.dtype) == "float32":
         return float32_attention(problem)
     return fused.attention(problem)

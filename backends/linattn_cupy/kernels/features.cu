@@ -169,11 +169,13 @@ KERNEL __launch_bounds__(THREADS)
 }
 
 // Weights of keys, and of each tile the scale c_k and the sum of its weights, both (heads, tiles, m).
-// `shifts`, (heads, m): those of the state before the block. A block takes a tile.
+// `shifts`, (heads, m): those of the state before the block. `fades`, (heads, n), or null: the last of each tile is
+// the log of a factor on the state after it. A block takes a tile.
 KERNEL __launch_bounds__(THREADS, 4)
     key_weights(float* __restrict__ u, const float* __restrict__ terms, const float* __restrict__ col, i64 spec_heads,
                 const float* __restrict__ tops, const float* __restrict__ shifts, int n, int tile, int m,
-                int is_causal, float* scales, float* __restrict__ sums) {
+                int is_causal, const float* __restrict__ fades, i64 fades_head, float* scales,
+                float* __restrict__ sums) {
     __shared__ float numbers[WARPS][WARP];
     const int tiles = n / tile, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i64 head = blockIdx.x / tiles;
@@ -187,6 +189,7 @@ KERNEL __launch_bounds__(THREADS, 4)
         float top = shifts[head * m + r];
 #pragma unroll 4
         for (int k = 0; k <= last; ++k) {
+            top += k == 0 || fades == nullptr ? 0.0f : fades[head * fades_head + static_cast<i64>(k) * tile - 1];
             top = fmaxf(top, tops[static_cast<i64>(k) * m + r]);
         }
         scales[r] = top;
@@ -223,11 +226,11 @@ KERNEL __launch_bounds__(THREADS, 4)
 // From the state before a block, (heads, m, columns), to the one after it. `kv`, (heads, tiles, m, columns - 1),
 // and `z`, (heads, tiles, m), are sums over the tiles. With `before` they become what the queries of each tile
 // read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its own.
-// A thread takes an entry.
+// `fades` as above. A thread takes an entry.
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
-               int tiles, int m, int columns, float* __restrict__ kv, float* __restrict__ z,
-               float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
+               int tiles, int m, int columns, const float* __restrict__ fades, i64 fades_head, int tile,
+               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
                float* __restrict__ after_shifts) {
     constexpr int AT_ONCE = 4;
     const Elements part(m, columns, THREADS);
@@ -267,6 +270,9 @@ KERNEL __launch_bounds__(THREADS)
             }
             entry += added[k];
             shift = scale[k];
+            if (fades != nullptr) {
+                shift += fades[head * fades_head + static_cast<i64>(first + k + 1) * tile - 1];
+            }
         }
     }
     after[i] = entry;
