@@ -95,7 +95,7 @@ def test_rows_and_gradients_agree_with_float64(dtype, bound, length, keys, causa
 
 def test_the_last_state_is_the_sum_over_all_keys():
     arrays, phi = inputs(F32, 90, 90)
-    q, k, v, _ = (x.astype(float) for x in arrays)
+    _, k, v, _ = (x.astype(float) for x in arrays)
     log = k @ phi.projection.T.astype(float) + phi.curvature * (k * k).sum(-1, keepdims=True)
     for causal in (False, True):
         kv, z, shifts = tile.solve(np, *arrays[:3], phi, causal=causal, keep=False).last
@@ -137,14 +137,15 @@ def recorded(monkeypatch, tmp_path):
         hardware.record.cache_clear()
 
     monkeypatch.setattr(device, "name", lambda: "Card")
-    monkeypatch.setattr(hardware, "find_spec", lambda name: name)
+    monkeypatch.setattr(hardware, "_installed", lambda: True)
     yield write
     hardware.record.cache_clear()
 
 
 def problem(causal):
     sees, query = SimpleNamespace(is_causal=causal), np.empty(0, F32)
-    return SimpleNamespace(query=query, sees=sees)
+    mode = "causal" if causal else "full"
+    return SimpleNamespace(query=query, sees=sees, mode=mode)
 
 
 def test_a_record_chooses_by_call(recorded):

@@ -8,6 +8,7 @@ finite reaches rows that do not see it, and such a call is left to the generic c
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ class _Pairs(NamedTuple):
 
 
 class _Sees(NamedTuple):
-    """Which keys queries see: whether up to their own place, the place of the first, how far back."""
+    """Which keys queries see: up to their own place or all, place of the first, how far back."""
 
     is_causal: bool
     first: int
@@ -181,7 +182,7 @@ def _window_blocks(problem: Problem, window: int) -> list[Block]:
     if whole > 0:
         blocks = blocks_of(whole, window_tokens_of(problem, window), is_causal=True, tile=window)
     ends = [max(whole, 0), max(whole, 0) + window, length]
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in pairwise(ends):
         rows = slice(start, min(stop, length))
         blocks += [Block(rows, rows.stop - rows.start)] if rows.stop > rows.start else []
     return blocks

@@ -49,7 +49,7 @@ def call_of(dtype: Any, is_causal: bool, is_gradient: bool) -> str:
 
 @cache
 def record() -> dict[str, Any]:
-    """Calls that a GPU chose for these kernels, and its name; empty without a valid record."""
+    """Return calls that a GPU chose for these kernels, and its name; empty without a record."""
     found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
     hashed = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
     return found if found.get("kernels") == hashed else {}
@@ -57,12 +57,17 @@ def record() -> dict[str, Any]:
 
 def chosen(problem: Problem, *, is_gradient: bool = False) -> bool:
     """Whether the record of the device at hand says that this way is right, and faster."""
-    if not record() or find_spec("cuda") is None or find_spec("cuda.tile") is None:
+    if not record() or problem.mode not in ("full", "causal") or not _installed():
         return False
     call = call_of(problem.query.dtype, problem.sees.is_causal, is_gradient)
     found = record()["calls"].get(call, {})
     faster = found.get("right") is True and found["ms"] < found["other_ms"]
     return faster and record()["device"] == device.name()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("cuda") is not None and find_spec("cuda.tile") is not None
 
 
 def tile_status() -> str:

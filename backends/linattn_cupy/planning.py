@@ -42,9 +42,7 @@ class Block(NamedTuple):
     tile: int
 
 
-def blocks_of(
-    length: int, tokens: int, *, is_causal: bool, tile: int | None = None
-) -> list[Block]:
+def blocks_of(length: int, tokens: int, *, is_causal: bool, tile: int | None = None) -> list[Block]:
     """Cut a sequence into equal blocks of at most `tokens` tokens, all of whole tiles.
 
     The remainder is a block of one tile.

@@ -251,9 +251,7 @@ def _pull_block(
     pull.value[:, rows] = output
 
 
-def _full(
-    problem: Problem, pull: Pullback, state: StateArrays, grad_state: State | None
-) -> None:
+def _full(problem: Problem, pull: Pullback, state: StateArrays, grad_state: State | None) -> None:
     work, tokens = pull.work, gradient_tokens_of(problem)
     _begin(problem, pull, grad_state, state[1])
     kv, length = values_of(state), problem.query.shape[-2]

@@ -64,6 +64,7 @@ def row_blocks(heads: int, count: int) -> int:
 
 
 def int32(*sizes: int) -> list[np.int32]:
+    """Return sizes as kernels take them."""
     return [np.int32(size) for size in sizes]
 
 
@@ -130,6 +131,7 @@ class Side:
 
     @property
     def curvature(self) -> np.float32:
+        """Curvature of the map."""
         return np.float32(self.map.curvature)
 
 
@@ -194,6 +196,7 @@ class Output(NamedTuple):
     divides: bool
 
     def part(self, rows: slice) -> Output:
+        """Take some rows."""
         norms = None if self.norms is None else self.norms[:, rows]
         return self._replace(rows=self.rows[:, rows], norms=norms)
 
@@ -222,7 +225,7 @@ class KeyTiles(NamedTuple):
 
 
 class WeighedKeys(NamedTuple):
-    """Weights (heads, n, m) of a block of keys on scales, (heads, tiles, m), and their sums ``z``."""
+    """Weights (heads, n, m) of a block of keys on scales (heads, tiles, m), and their sums."""
 
     weights: Array
     values: Array
@@ -285,7 +288,11 @@ def query_weights(
     heads, n, m = u.shape
     args = [u, *array_steps(x, 2), *side.offsets, *read]
     args += [*int32(n, block.tile, x.shape[-1], m), side.curvature, np.int32(out.divides)]
-    launch_rows("query_weights", row_blocks(heads, n), [*args, *array_steps(dens, 2), *array_steps(out.norms, 1)])
+    launch_rows(
+        "query_weights",
+        row_blocks(heads, n),
+        [*args, *array_steps(dens, 2), *array_steps(out.norms, 1)],
+    )
     return u
 
 
@@ -333,7 +340,7 @@ class Scan(NamedTuple):
 def scan_block(
     queries: Queries, keys: Keys, block: Block, state: tuple[StateArrays, int], out: Output
 ) -> Scan:
-    """Causal attention of a block, from the state before it and its length, but for rejected rows."""
+    """Attend causally in a block after a state and its length, but for rejected rows."""
     after, seen = add_block(keys, block, state[0], is_causal=True)
     assert seen is not None
     heads, n, m = seen.weights.shape
@@ -404,11 +411,13 @@ def whole_array(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
 
 
 def state_arrays(state: State, lead: tuple[int, ...]) -> StateArrays:
+    """Return the arrays of a state of all heads."""
     kvz, shifts = whole_array(state.kvz, 2, lead), whole_array(state.log_scale, 1, lead)
     return kvz.reshape(-1, *kvz.shape[-2:]), shifts.reshape(-1, shifts.shape[-1])
 
 
 def new_state(arrays: StateArrays, lead: tuple[int, ...], length: int) -> State:
+    """Return arrays of all heads as a state."""
     kvz, shifts = arrays
     return State(kvz.reshape(*lead, *kvz.shape[1:]), shifts.reshape(*lead, -1), length)
 
@@ -423,7 +432,7 @@ def log_weights_of(problem: Problem) -> Array | None:
 
 
 def _decay_of(problem: Problem) -> Array:
-    """Sums of log decays from the first token of each tile on, (heads, n)."""
+    """Sum log decays from the first token of each tile on, (heads, n)."""
     decay, length = problem.weights.log_decay, problem.key.shape[-2]
     assert decay is not None
     shape = (*problem.state_lead, length)
@@ -453,6 +462,7 @@ class Work(NamedTuple):
 
 
 def work_of(problem: Problem) -> Work:
+    """Prepare a problem; UnsupportedError where these kernels do not take it."""
     lead, key_lead, state = problem.lead, problem.state_lead, problem.state
     specs = problem.query_spec, problem.key_spec
     device.require(problem.exact.window is None, "exact_window is given")

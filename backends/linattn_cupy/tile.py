@@ -51,14 +51,13 @@ def launch(name: str, grid: tuple[int, int], *args: Any) -> None:
 
 
 def solve(xp: Any, q: Array, k: Array, v: Array, phi: Map, *, causal: bool, keep: bool) -> Forward:
-    """Attention of (heads, tokens, dim); ``keep``: for gradients, with the states of each tile."""
+    """Attend, on arrays (heads, tokens, dim); ``keep``: for gradients, with states of each tile."""
     heads, length, d = q.shape
     size, e, m = k.shape[1], v.shape[-1], phi.col.shape[0]
     wide = q.dtype == np.float32
     tile, group = (32, min(32, m)) if wide else (64, min(64, m))
     walks = causal and not wide and not keep
-    n = -(-size // tile) if keep or (causal and wide) else SEGMENTS
-    n = 1 if causal and not walks else -(-(-(-size // tile)) // SEGMENTS)
+    n = 1 if causal and not walks else -(-size // (tile * SEGMENTS))
     segments = -(-size // (n * tile))
     tail, consts = bool(size % (n * segments * tile)), (bool(wide),)
 
@@ -72,10 +71,8 @@ def solve(xp: Any, q: Array, k: Array, v: Array, phi: Map, *, causal: bool, keep
     launch("segment_states", (heads, segments), *args, m, d, e, tile, tail, *consts)
     scanned = [*parts, *before, *last, segments, e, SCAN, causal]
     launch("scan_states", (heads, m // SCAN), *scanned)
-    out, dens = (
-        xp.empty((heads, length, e), dtype=q.dtype),
-        xp.empty((heads, length), dtype="float32"),
-    )
+    out = xp.empty((heads, length, e), dtype=q.dtype)
+    dens = xp.empty((heads, length), dtype="float32")
     read, tops = before if causal else last, None if walks else xp.empty_like(dens)
     args = [q, k, v, *phi[:2], *read, out]
     if walks:
@@ -90,7 +87,7 @@ def solve(xp: Any, q: Array, k: Array, v: Array, phi: Map, *, causal: bool, keep
 def pull(
     xp: Any, q: Array, k: Array, v: Array, phi: Map, forward: Forward, grad: Array, *, causal: bool
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values, after `solve` kept its states."""
+    """Return gradients of queries, keys and values, after `solve` kept its states."""
     heads, length, d = q.shape
     size, e, m = k.shape[1], v.shape[-1], phi.col.shape[0]
     wide = q.dtype == np.float32
@@ -105,14 +102,15 @@ def pull(
     launch("pull_queries", (heads, tiles), *args, *sizes, bool(length % tile), wide)
     scales = forward.read[2], forward.last[2]
     launch("scan_adjoints", (heads, m // SCAN), *made, *scales, *sums, tiles, e, SCAN, causal)
-    args = [q, k, v, *phi[:2], forward.read[2], *rows, *sums, of_k, of_v, size, phi.curvature]
+    args = [q, k, v, *phi[:2], forward.read[2], *rows, *sums]
+    args += [of_k, of_v, size, phi.curvature]
     blocks = (heads, -(-size // tile))
     launch("pull_keys", blocks, *args, *sizes, bool(size % tile), wide)
     return of_q, of_k, of_v
 
 
 def _arrays(problem: Problem) -> tuple[list[Array], Map]:
-    """Arrays (heads, tokens, dim) and the map; UnsupportedError for what these kernels lack."""
+    """Return arrays (heads, tokens, dim) and the map; UnsupportedError for what these kernels lack."""
     name, spec = str(problem.query.dtype), problem.query_spec
     device.require(name in ("bfloat16", "float32"), f"{name} is neither bfloat16 nor float32")
     device.require(family_of(spec) == "exponential", "the map is not exponential")
@@ -125,11 +123,13 @@ def _arrays(problem: Problem) -> tuple[list[Array], Map]:
     plain = plain and (problem.query_change, problem.key_change) == (None, None)
     device.require(plain and not problem.policy.tf32, "more than a map is given")
     m, d = sizes[2], sizes[0]
-    made = parameters_of(spec, problem.query.astype("bfloat16")[..., :0, :], d, m)
+    made = parameters_of(spec, problem.query, d, m)
     device.require(made.lead == (), "each head has a map")
     arrays = (problem.query, problem.key, problem.value)
     flat = [device.contiguous(x).reshape(-1, *x.shape[-2:]) for x in arrays]
-    projection = made.projection.reshape(m, d)
+    projection = made.projection[0]
+    if name == "float32":
+        projection = device.contiguous(projection.T)
     return flat, Map(projection, made.col.reshape(m), -made.curvature / 2)
 
 
@@ -140,7 +140,7 @@ def _is_fine(xp: Any, problem: Problem, forward: Forward) -> bool:
 
 @device.or_generic
 def attention(problem: Problem) -> Any:
-    """Output, last state and no normalizer, or Declined."""
+    """Return output, last state and no normalizer, or Declined."""
     (q, k, v), phi = _arrays(problem)
     causal, xp = problem.sees.is_causal, problem.xp
     forward = solve(xp, q, k, v, phi, causal=causal, keep=False)
@@ -153,7 +153,7 @@ def attention(problem: Problem) -> Any:
 
 @device.or_generic
 def attention_vjp(problem: Problem, cotangent: Any) -> Any:
-    """Gradients by query, key and value, or Declined."""
+    """Return gradients by query, key and value, or Declined."""
     device.require(cotangent.state is None, "the state has a cotangent")
     (q, k, v), phi = _arrays(problem)
     causal, xp = problem.sees.is_causal, problem.xp

@@ -21,7 +21,7 @@ NOTHING = -1e30
 
 
 def product(a, b, c, F32):
-    """a @ b + c; of float32 to its own precision, by the two halves of each number in TF32."""
+    """Multiply a @ b + c; float32 to its own precision, by the two halves of a number in TF32."""
     if F32:
         high_a, high_b = ct.astype(a, ct.tfloat32), ct.astype(b, ct.tfloat32)
         low_a = ct.astype(a - ct.astype(high_a, ct.float32), ct.tfloat32)
@@ -31,43 +31,43 @@ def product(a, b, c, F32):
 
 
 def narrow(x, F32):
-    """Factors as products take them."""
+    """Round factors as products take them."""
     return x if F32 else ct.astype(x, ct.bfloat16)
 
 
 def power(x):
-    """exp(x), 0 for what is subnormal."""
+    """Return exp(x), 0 where it is subnormal."""
     return ct.exp2(x * LOG2E, flush_to_zero=True)
 
 
 def tokens(X, head, at, T, D):
-    """A tile of (heads, tokens, D)."""
+    """Load a tile of (heads, tokens, D)."""
     return ct.reshape(ct.load(X, index=(head, at, 0), shape=(1, T, D), padding_mode=ZERO), (T, D))
 
 
 def column(X, head, at, T):
-    """A tile of (heads, tokens) as a column."""
+    """Load a tile of (heads, tokens) as a column."""
     return ct.reshape(ct.load(X, index=(head, at), shape=(1, T), padding_mode=ZERO), (T, 1))
 
 
 def sums_of(X, s, g, G, E):
-    """A group of features of a state (states, M, E)."""
+    """Load a group of features of a state (states, M, E)."""
     return ct.reshape(ct.load(X, index=(s, g, 0), shape=(1, G, E)), (G, E))
 
 
 def within(at, length, T):
-    """Whether the tokens of a tile are none after the end, as a column."""
+    """Say which tokens of a tile are none after the end, as a column."""
     return ct.reshape(ct.arange(T, dtype=ct.int32), (T, 1)) < length - at * T
 
 
 def triangle(T):
-    """Whether the query of a row sees the key of a column."""
+    """Say whether the query of a row sees the key of a column."""
     places = ct.arange(T, dtype=ct.int32)
     return ct.reshape(places, (1, T)) <= ct.reshape(places, (T, 1))
 
 
 def key_terms(k, at, length, curvature, T, TAIL):
-    """Terms of the keys of a tile that all features share, (T, 1)."""
+    """Sum what all features of a key share, (T, 1)."""
     wide = ct.astype(k, ct.float32)
     row = ct.sum(wide * wide, axis=1, keepdims=True) * curvature
     return ct.where(within(at, length, T), row, -math.inf) if TAIL else row
@@ -78,7 +78,7 @@ def segment_states(
     K, V, P, col, kv, z, shifts, length: int, n: int, curvature: float,
     M: C[int], D: C[int], E: C[int], T: C[int], TAIL: C[bool], F32: C[bool],
 ):  # fmt: skip
-    """States of segments of n tiles of keys; grid (heads, segments)."""
+    """Sum the keys of segments of n tiles of keys; grid (heads, segments)."""
     head, segment = ct.bid(0), ct.bid(1)
     p = ct.load(P, index=(0, 0), shape=(M, D))
     c = ct.reshape(ct.load(col, index=(0,), shape=(M,)), (M, 1))
@@ -107,7 +107,7 @@ def scan_states(
     kv, z, shifts, before, before_z, before_shifts, after, after_z, after_shifts, segments: int,
     E: C[int], G: C[int], CAUSAL: C[bool],
 ):  # fmt: skip
-    """Sums of states before each segment, if CAUSAL, and of all; grid (heads, M / G)."""
+    """Sum the states before each segment, if CAUSAL, and all; grid (heads, M / G)."""
     head, g = ct.bid(0), ct.bid(1)
     acc = ct.zeros((G, E), ct.float32)
     total = ct.zeros((1, G), ct.float32)
@@ -135,7 +135,7 @@ def read_rows(
     M: C[int], D: C[int], E: C[int], T: C[int], G: C[int], CAUSAL: C[bool], TAIL: C[bool],
     F32: C[bool],
 ):  # fmt: skip
-    """Rows of queries that read a state a head, or CAUSAL a state a tile and its keys.
+    """Read one state a head, or CAUSAL a state a tile and its keys.
 
     Grid (heads, tiles). ``tops``, ``dens``: log scales and denominators of rows.
     """
@@ -185,7 +185,7 @@ def causal_rows(
     Q, K, V, P, col, before, before_z, before_shifts, out, dens, length: int, n: int,
     curvature: float, M: C[int], D: C[int], E: C[int], T: C[int], TAIL: C[bool], F32: C[bool],
 ):  # fmt: skip
-    """Causal rows of a segment of n tiles, after the state before it; grid (heads, segments).
+    """Walk causal rows of n tiles after the state before them; grid (heads, segments).
 
     For 16 bits: in float32 states do not fit in registers, and `read_rows` takes its place.
     """
@@ -223,7 +223,7 @@ def causal_rows(
 
 
 def row_cotangents(grads, out, dens, head, at, T, E):
-    """Cotangents of the numerators and denominators of a tile of rows, (T, E) and (T, 1)."""
+    """Return cotangents of the numerators and denominators of a tile of rows, (T, E) and (T, 1)."""
     g = ct.astype(tokens(grads, head, at, T, E), ct.float32)
     o = ct.astype(tokens(out, head, at, T, E), ct.float32)
     den = column(dens, head, at, T)
@@ -237,7 +237,7 @@ def pull_queries(
     curvature: float, M: C[int], D: C[int], E: C[int], T: C[int], G: C[int], CAUSAL: C[bool],
     TAIL: C[bool], F32: C[bool],
 ):  # fmt: skip
-    """Gradients of queries, and of each tile the cotangent of the state; grid (heads, tiles)."""
+    """Pull queries back, and sum their cotangents of the state a tile; grid (heads, tiles)."""
     head, at = ct.bid(0), ct.bid(1)
     q = tokens(Q, head, at, T, D)
     to = head * ct.num_blocks(1) + at
@@ -279,7 +279,7 @@ def scan_adjoints(
     by_kv, by_z, shifts, last_shifts, sums, sums_z, tiles: int, E: C[int], G: C[int],
     CAUSAL: C[bool],
 ):  # fmt: skip
-    """Adjoints of all queries, or CAUSAL of those after each tile on its scale; (heads, M / G)."""
+    """Sum cotangents over all tiles, or CAUSAL over later ones; grid (heads, M / G)."""
     head, g = ct.bid(0), ct.bid(1)
     acc = ct.zeros((G, E), ct.float32)
     total = ct.zeros((1, G), ct.float32)
@@ -306,7 +306,7 @@ def pull_keys(
     curvature: float, M: C[int], D: C[int], E: C[int], T: C[int], G: C[int], CAUSAL: C[bool],
     TAIL: C[bool], F32: C[bool],
 ):  # fmt: skip
-    """Gradients of keys and values, which read an adjoint; grid (heads, tiles)."""
+    """Pull keys and values back, which read an adjoint; grid (heads, tiles)."""
     head, at = ct.bid(0), ct.bid(1)
     s = head * ct.num_blocks(1) + at if CAUSAL else head
     k, v = tokens(K, head, at, T, D), tokens(V, head, at, T, E)
