@@ -110,7 +110,7 @@ def pull(
 
 
 def _arrays(problem: Problem) -> tuple[list[Array], Map]:
-    """Return arrays (heads, tokens, dim) and the map; UnsupportedError for what these kernels lack."""
+    """Return arrays (heads, tokens, dim) and the map, or raise UnsupportedError."""
     name, spec = str(problem.query.dtype), problem.query_spec
     device.require(name in ("bfloat16", "float32"), f"{name} is neither bfloat16 nor float32")
     device.require(family_of(spec) == "exponential", "the map is not exponential")
