@@ -313,8 +313,11 @@ def test_the_pullback_takes_what_the_first_pass_made(gpu, dtype, is_causal):
         )
         output[...] = np.nan
         gpu.launches.clear()
-        first = pullback(grad)
-        return first, pullback(grad)
+        with linattn.explain() as report:
+            first = pullback(grad)
+            second = pullback(grad)
+        assert report.choices == ()  # the pullback of the first pass, and no other code
+        return first, second
 
     first, second = Device.run(work, *arrays, grad)
     for x, y, z in zip(first, second, expected, strict=True):
@@ -353,8 +356,10 @@ def tile(monkeypatch):
 
 
 @CAUSAL
-@pytest.mark.parametrize("reuses", [False, True], ids=["alone", "reusing"])
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    ("name", "reuses"),
+    [("positive", False), ("positive", True), ("elu", True), ("relu", False), ("per-head", True)],
+)
 def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile):
     """Masked keys hold NaN; a state has a gradient, and the one after the last token gives one."""
     phi, dim = MAPS[name], 48 if name == "relu" else D
@@ -365,7 +370,8 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     mask[1, :, :60] = False
     settings = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
     with linattn.without_backends():
-        _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
+        # Scales rise from tile to tile.
+        _, state = linattn.linear_attention(query, key / 4, value, phi, return_state=True)
         _, after = linattn.linear_attention(
             query, key, value, phi, initial_state=state, return_state=True, **settings
         )
