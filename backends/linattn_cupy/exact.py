@@ -18,18 +18,20 @@ from linattn_cupy import device
 from linattn_cupy.layout import heads_of
 from linattn_cupy.planning import Block, blocks_of, scores_of, window_tokens_of
 from linattn_cupy.products import multiply
-from linattn_cupy.states import (
+from linattn_cupy.rows import (
     COPIES_AT_ONCE,
-    QUERIES_SHARE,
     HeadRows,
     Output,
     StateArrays,
-    Work,
-    add_block,
     array_steps,
     element_blocks,
     int32,
     launch_rows,
+)
+from linattn_cupy.states import (
+    QUERIES_SHARE,
+    Work,
+    add_block,
     log_weights_of,
     new_state,
     products_of,
@@ -151,6 +153,7 @@ def window_attention(problem: Problem) -> Any:
     """
     window, spec = problem.exact.window, problem.exact.spec
     assert window is not None
+    assert spec is not None
     device.require(problem.sees.is_causal, "a window on both sides")
     device.require(problem.state is None, "a window after a state")
     device.require(problem.lead == problem.state_lead, QUERIES_SHARE)

@@ -276,7 +276,8 @@ def attention_pullback(problem: Problem) -> Any:
     if problem.sees.is_causal:
         redo_rejected(work, forward.states, forward.flags, output, None)
     before = 0 if problem.state is None else problem.state.length
-    state = State(*(x.copy() for x in after), before + problem.key.shape[-2])
+    kvz, shifts = (x.copy() for x in after)
+    state = State(kvz, shifts, before + problem.key.shape[-2])
     norms = forward.norms.copy() if problem.want_log else None
     return output, state, norms, partial(_pull_back, problem, work, forward)
 

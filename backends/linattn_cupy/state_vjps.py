@@ -20,21 +20,23 @@ from linattn_cupy.layout import sum_to
 from linattn_cupy.parameters import FAMILIES
 from linattn_cupy.planning import Block, gradient_blocks, gradient_tokens_of
 from linattn_cupy.products import multiply
-from linattn_cupy.states import (
-    QUERIES_SHARE,
+from linattn_cupy.rows import (
     HeadRows,
     Output,
     Side,
     StateArrays,
-    Work,
-    add_block,
     array_steps,
     element_blocks,
     int32,
     launch_rows,
+    row_blocks,
+)
+from linattn_cupy.states import (
+    QUERIES_SHARE,
+    Work,
+    add_block,
     products_of,
     query_weights,
-    row_blocks,
     scan_block,
     solve,
     state_arrays,
@@ -110,7 +112,8 @@ class Pullback(NamedTuple):
         heads, (n, d), m = to.shape[0], to[:, block.rows].shape[1:], weights.shape[-1]
         x, part = tokens.part(block.rows), to[:, block.rows]
         is_key, family = factors is None, FAMILIES[side.family]
-        args = [weights, sums, factors, np.int64(0 if is_key else factors.strides[-2] // 4)]
+        step = 0 if factors is None else factors.strides[-2] // 4
+        args = [weights, sums, factors, np.int64(step)]
         args += [read, np.int64(read.strides[-2] // 4), *array_steps(x, 2)]
         args += [*int32(n, block.tile, d, m, family), side.curvature]
         curves = is_key and side.curvature != 0
@@ -162,14 +165,17 @@ def _pull_back(problem: Problem, states: list[StateArrays], cotangent: Cotangent
     work = _unshared(problem)
     heads, (length, d) = work.queries.tokens.heads, problem.query.shape[-2:]
     (size, e), m = problem.value.shape[-2:], work.keys.side.features
-    shapes = (length, d), (size, d), (size, e)
-    pull = Pullback(
-        work,
-        HeadRows(cotangent.output, heads),
-        device.zeros((heads.total, m, -(-(e + 1) // ALIGNED) * ALIGNED), "float32"),
-        *(device.empty((heads.total, *shape), "float32") for shape in shapes),
+    columns = -(-(e + 1) // ALIGNED) * ALIGNED
+    query, key, value = (
+        device.empty((heads.total, *shape), "float32")
+        for shape in ((length, d), (size, d), (size, e))
+    )
+    adjoint, fine = (
+        device.zeros((heads.total, m, columns), "float32"),
         device.full((1,), 1, "int32"),
     )
+    grads = HeadRows(cotangent.output, heads)
+    pull = Pullback(work, grads, adjoint, query, key, value, fine)
     with products_of(problem):
         if problem.sees.is_causal:
             _causal(problem, pull, states, cotangent.state)
