@@ -368,7 +368,7 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     query, key, value, grad = inputs((2, 3), 150, dim=dim)
     mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
     mask[1, :, :60] = False
-    settings = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
+    settings: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
     with linattn.without_backends():
         # Scales rise from tile to tile.
         _, state = linattn.linear_attention(query, key / 4, value, phi, return_state=True)

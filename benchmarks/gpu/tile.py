@@ -98,11 +98,12 @@ def _ways(case: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     from linattn_cupy import fused, gradients, state_vjps, states, tile
 
     library = CupyLibrary(0)
-    arrays = [library.array(x, case.dtype) for x in parity.host_inputs(case)[:4]]
-    problem = linear_problem(*arrays[:3], parity.map_of(case), is_causal=case.is_causal)
+    query, key, value, grad = (library.array(x, case.dtype) for x in parity.host_inputs(case)[:4])
+    phi = parity.map_of(case)
+    problem = linear_problem(query, key, value, phi, is_causal=case.is_causal)
     wide = case.dtype == "float32"
     if case.operation == "gradient":
-        cotangent = Cotangent(arrays[3], None)
+        cotangent = Cotangent(grad, None)
         other = state_vjps.float32_vjp if wide else gradients.attention_vjp
         return (
             lambda: tile.attention_vjp(problem, cotangent)[:3],
