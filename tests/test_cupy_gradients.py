@@ -3,6 +3,8 @@
 The oracle is the generic code in float64, which other tests hold to finite differences.
 """
 
+# mypy: disable-error-code="call-overload"
+
 from __future__ import annotations
 
 from typing import Any

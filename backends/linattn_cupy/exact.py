@@ -54,7 +54,9 @@ class _Pairs(NamedTuple):
     scale: float
     out: Output
 
-    def read(self, heads: slice, rows: slice, keys: slice, see: _Sees, far: _Far | None) -> None:
+    def read(
+        self, heads: slice, rows: slice, keys: slice, see: _Sees, mapped: _Mapped | None
+    ) -> None:
         """Weigh the keys of some queries, and write their rows."""
         query, value = self.query.part(rows)[heads], self.value[heads, keys]
         (count, n), s = query.shape[:2], value.shape[1]
@@ -65,23 +67,23 @@ class _Pairs(NamedTuple):
         weights = None if self.weights is None else self.weights[heads, keys]
         args = [scores, *int32(n, s), np.float32(self.scale), *int32(*see)]
         args += [*array_steps(weights, 1), *array_steps(norms, 1)]
-        nums, dens, logs = far or (None, None, None)
+        nums, dens, logs = mapped or (None, None, None)
         args += [nums, *array_steps(dens, 1), *array_steps(logs, 1)]
         args += [np.int64(0 if nums is None else nums.strides[0] // 4), np.int32(value.shape[-1])]
         args += array_steps(output, 2)
         launch_rows("softmax_rows", count * n, args, source="softmax.cu")
-        multiply(scores, value, output, add=far is not None)
+        multiply(scores, value, output, add=mapped is not None)
 
 
 class _Sees(NamedTuple):
-    """Which keys queries see: up to their own place or all, place of the first, how far back."""
+    """Which keys queries see: up to their own place or all, place of the first, how mapped back."""
 
     is_causal: bool
     first: int
     left: int
 
 
-class _Far(NamedTuple):
+class _Mapped(NamedTuple):
     """What queries read by a map: numerators (heads, n, e), denominators and logs (heads, n)."""
 
     nums: Array
@@ -204,11 +206,11 @@ def _window_block(
     assert seen is not None
     kvz, shifts = seen.before
     del seen
-    heads, tiles, _, columns = kvz.shape
-    e, tile = columns - 1, count // tiles
+    heads, tiles, _, width = kvz.shape
+    e, tile = width - 1, count // tiles
     dens, logs = (device.empty((heads, count), "float32") for _ in range(2))
     nums = device.empty((heads * tiles, tile, e), "float32")
-    read = [shifts, kvz[..., e:], np.int64(columns)]
+    read = [shifts, kvz[..., e:], np.int64(width)]
     undivided = Output(nums, logs, divides=False)
     u = query_weights(work.queries, Block(queries, tile), read, dens[..., None], undivided)
     multiply(u.reshape(-1, tile, u.shape[-1]), kvz.reshape(-1, *kvz.shape[2:])[..., :e], nums)
@@ -217,6 +219,6 @@ def _window_block(
         part = slice(begin, begin + tile)
         of_tile = slice(queries.start + begin, queries.start + begin + tile)
         keys = slice(of_tile.start - window, of_tile.stop)
-        far = _Far(nums[:, part], dens[:, part], logs[:, part])
-        pairs.read(slice(None), of_tile, keys, _Sees(True, window, 2 * window), far)
+        mapped = _Mapped(nums[:, part], dens[:, part], logs[:, part])
+        pairs.read(slice(None), of_tile, keys, _Sees(True, window, 2 * window), mapped)
     return after

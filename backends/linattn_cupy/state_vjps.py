@@ -61,7 +61,7 @@ class Pullback(NamedTuple):
     grads : HeadRows
         Cotangents of its output.
     adjoint : Array
-        (heads, m, columns), on the scale of the state at hand; the columns after e + 1 are 0.
+        (heads, m, width), on the scale of the state at hand; the columns after e + 1 are 0.
     query, key, value : Array
         Gradients, (heads, n, x).
     fine : Array
@@ -84,12 +84,12 @@ class Pullback(NamedTuple):
     def cotangents(
         self, block: Block, output: Array, dens: Array | None, rejected: Array | None
     ) -> Array:
-        """Cotangents of numerators and denominators, (heads, n, columns)."""
+        """Cotangents of numerators and denominators, (heads, n, width)."""
         heads, n, e = output.shape
-        columns = self.adjoint.shape[-1]
-        found = device.empty((heads, n, columns), "float32")
+        width = self.adjoint.shape[-1]
+        found = device.empty((heads, n, width), "float32")
         args = [*array_steps(self.grads.part(block.rows), 2), output, dens, rejected]
-        args += int32(n, block.tile, e, columns)
+        args += int32(n, block.tile, e, width)
         blocks = row_blocks(heads, n)
         launch_rows("row_cotangents", blocks, [*args, found, self.fine], source=SOURCE)
         return found
@@ -165,13 +165,13 @@ def _pull_back(problem: Problem, states: list[StateArrays], cotangent: Cotangent
     work = _unshared(problem)
     heads, (length, d) = work.queries.tokens.heads, problem.query.shape[-2:]
     (size, e), m = problem.value.shape[-2:], work.keys.side.features
-    columns = -(-(e + 1) // ALIGNED) * ALIGNED
+    width = -(-(e + 1) // ALIGNED) * ALIGNED
     query, key, value = (
         device.empty((heads.total, *shape), "float32")
         for shape in ((length, d), (size, d), (size, e))
     )
     adjoint, fine = (
-        device.zeros((heads.total, m, columns), "float32"),
+        device.zeros((heads.total, m, width), "float32"),
         device.full((1,), 1, "int32"),
     )
     grads = HeadRows(cotangent.output, heads)
@@ -236,13 +236,13 @@ def _pull_block(
     of_values = output.reshape(len(keys), tile, e)  # the output is not needed any more
     multiply(scores, grads, of_values, transpose_a=True)
     multiply(grads, values, scores, transpose_b=True)
-    columns = rows_of_tiles.shape[-1]
-    args = [scores, np.int32(tile), rows_of_tiles, *int32(e, columns)]
+    width = rows_of_tiles.shape[-1]
+    args = [scores, np.int32(tile), rows_of_tiles, *int32(e, width)]
     launch_rows("score_cotangents", row_blocks(len(keys), tile), args, source=SOURCE)
-    adjoints = device.empty((len(keys), m, columns), "float32")
+    adjoints = device.empty((len(keys), m, width), "float32")
     multiply(queries, rows_of_tiles, adjoints, transpose_a=True)
-    args = [adjoints, pull.adjoint, scales, before[1], *int32(n // tile, m, columns)]
-    launch_rows("scan_adjoints", element_blocks(heads, m * columns), args, source=SOURCE)
+    args = [adjoints, pull.adjoint, scales, before[1], *int32(n // tile, m, width)]
+    launch_rows("scan_adjoints", element_blocks(heads, m * width), args, source=SOURCE)
 
     sums = device.empty((len(keys), tile, m), "float32")
     multiply(scores, keys, sums)

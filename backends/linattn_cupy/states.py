@@ -359,17 +359,17 @@ def float32_attention(problem: Problem) -> Any:
 
 
 def solve(
-    problem: Problem, kept: list[StateArrays] | None = None
+    problem: Problem, before_blocks: list[StateArrays] | None = None
 ) -> tuple[Array, State, Array | None]:
-    """Output, last state and log normalizer; ``kept`` gets the states that a pullback begins with.
+    """Return output, last state and log normalizer.
 
-    These are the states before the blocks of gradients; in full attention the last one.
+    ``before_blocks`` gets the states before the blocks of gradients; in full attention the last one.
     """
     work, walk = work_of(problem), _causal if problem.sees.is_causal else _full
     length, e = problem.query.shape[-2], problem.value.shape[-1]
     out = work.output(length, e, problem.want_log)
     with products_of(problem):
-        state = walk(problem, work, out, kept)
+        state = walk(problem, work, out, before_blocks)
     rows, norms, _ = out
     if norms is not None and work.keys.decay is not None:
         norms += work.keys.decay
@@ -380,14 +380,14 @@ def solve(
 
 
 def _causal(
-    problem: Problem, work: Work, out: Output, kept: list[StateArrays] | None
+    problem: Problem, work: Work, out: Output, before_blocks: list[StateArrays] | None
 ) -> StateArrays:
     state, blocks = work.state, gradient_blocks(problem)
-    if kept is None:
+    if before_blocks is None:
         blocks = causal_blocks(problem)
     for block in blocks:
-        if kept is not None:
-            kept.append(state)
+        if before_blocks is not None:
+            before_blocks.append(state)
         before = state, work.before + block.rows.start
         scan = scan_block(work.queries, work.keys, block, before, out.part(block.rows))
         seen = scan.keys.before
@@ -396,12 +396,14 @@ def _causal(
     return state
 
 
-def _full(problem: Problem, work: Work, out: Output, kept: list[StateArrays] | None) -> StateArrays:
+def _full(
+    problem: Problem, work: Work, out: Output, before_blocks: list[StateArrays] | None
+) -> StateArrays:
     state, tokens = work.state, tokens_of(problem)
     for block in blocks_of(problem.key.shape[-2], tokens, is_causal=False):
         state, _ = add_block(work.keys, block, state, is_causal=False)
-    if kept is not None:
-        kept.append(tuple(x.copy() for x in state))  # the caller may write over the other
+    if before_blocks is not None:
+        before_blocks.append(tuple(x.copy() for x in state))  # the caller may write over the other
     read = state
     if problem.lead != problem.state_lead:
         read = state_arrays(new_state(state, problem.state_lead, 0), problem.lead)

@@ -117,11 +117,11 @@ def _arrays(problem: Problem) -> tuple[list[Array], Map]:
     sizes = (problem.query.shape[-1], problem.value.shape[-1], problem.num_features)
     is_power = all(x >= 16 and x & (x - 1) == 0 for x in sizes)
     device.require(is_power and max(sizes) <= 256, f"d, e, m = {sizes} are not powers of 2")
-    plain = not problem.modifiers and problem.weights.key_mask is None and problem.state is None
-    plain = plain and problem.exact.window is None and problem.key_spec is spec
-    plain = plain and not problem.want_log and problem.lead == problem.state_lead
-    plain = plain and (problem.query_change, problem.key_change) == (None, None)
-    device.require(plain and not problem.policy.tf32, "more than a map is given")
+    supported = not problem.modifiers and problem.weights.key_mask is None and problem.state is None
+    supported = supported and problem.exact.window is None and problem.key_spec is spec
+    supported = supported and not problem.want_log and problem.lead == problem.state_lead
+    supported = supported and (problem.query_change, problem.key_change) == (None, None)
+    device.require(supported and not problem.policy.tf32, "more than a map is given")
     m, d = sizes[2], sizes[0]
     made = parameters_of(spec, problem.query, d, m)
     device.require(made.lead == (), "each head has a map")
