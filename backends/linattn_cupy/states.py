@@ -363,7 +363,7 @@ def solve(
 ) -> tuple[Array, State, Array | None]:
     """Return output, last state and log normalizer.
 
-    ``before_blocks`` gets the states before the blocks of gradients; in full attention the last one.
+    ``before_blocks`` gets the states before the blocks of gradients; in full attention the last.
     """
     work, walk = work_of(problem), _causal if problem.sees.is_causal else _full
     length, e = problem.query.shape[-2], problem.value.shape[-1]
