@@ -58,6 +58,7 @@ def gradients(part, family, keys, **sizes):
 # and a little more.
 SHIPPED = [
     ("fused.cu", fused(0, 0, HEAD_DIM=64, FEATURES=256), 240),
+    ("fused.cu", fused(0, 0, HEAD_DIM=64, FEATURES=256, WARPS=16), 128),
     ("fused.cu", fused(0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 255),
     ("fused.cu", fused(0, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 200),
     ("fused.cu", fused(0, 0, HEAD_DIM=16, FEATURES=48, VALUE_TILE=16, WARPS=3), 128),
@@ -88,6 +89,8 @@ SHIPPED = [
     ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
     ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 128),
     ("features.cu", {"WARPS": 8}, 80),
+    ("softmax.cu", {"WARPS": 8}, 80),
+    ("vjps.cu", {"WARPS": 8}, 80),
 ]
 
 

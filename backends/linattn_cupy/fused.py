@@ -27,6 +27,9 @@ from linattn_cupy.steps import (
 MAX_HEAD_DIM = 128
 MAX_FEATURES = 256
 MAX_WARPS = 8
+MAX_DIM_OF_STRIPS = 64
+"""Largest d of bfloat16 for which a warp of one strip of features spills no register."""
+
 CAUSAL_TILE = 64
 READ_TILES = (128, 64)
 """Tokens of a tile; the longest that fits into shared memory is taken."""
@@ -265,7 +268,8 @@ class Work(NamedTuple):
     ) -> None:
         """Launch a kernel whose blocks hold these tokens in shared memory."""
         variant = self.variant
-        if function == "segment_states" and variant.features == 32 * variant.warps:
+        fits = variant.dim <= MAX_DIM_OF_STRIPS and not variant.float16
+        if fits and function == "segment_states" and variant.features == 32 * variant.warps:
             variant = variant._replace(warps=2 * variant.warps)
         device.launch(
             "fused.cu",

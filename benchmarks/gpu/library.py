@@ -117,7 +117,7 @@ class CupyLibrary:
 
         device.launch = note  # type: ignore[assignment]
         for module in (gradients, state_vjps):
-            module.Declined = note_declined  # type: ignore[assignment, attr-defined]
+            module.Declined = note_declined  # type: ignore[attr-defined]
         # Else results of generic code would be taken for those of a kernel.
         warnings.filterwarnings("error", message="linattn's CUDA kernels are not used")
 
