@@ -196,6 +196,13 @@ def shared_bytes() -> int:
     return _attribute("MaxSharedMemoryPerBlockOptin", cupy.cuda.runtime.getDevice())
 
 
+def capability() -> int:
+    """Return ten times the compute capability of the current device."""
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
+
+
 def name() -> str:
     """Return what the current device is called."""
     import cupy

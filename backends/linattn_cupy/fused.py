@@ -269,6 +269,7 @@ class Work(NamedTuple):
         """Launch a kernel whose blocks hold these tokens in shared memory."""
         variant = self.variant
         fits = variant.dim <= MAX_DIM_OF_STRIPS and not variant.float16
+        fits = fits and device.capability() // 10 != 10  # where it spills 16 bytes
         if fits and function == "segment_states" and variant.features == 32 * variant.warps:
             variant = variant._replace(warps=2 * variant.warps)
         device.launch(
