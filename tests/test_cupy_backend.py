@@ -304,6 +304,30 @@ def test_a_feature_that_no_key_has_is_no_scale(gpu, is_causal):
     assert gpu.redone == 0
 
 
+def test_full_rows_whose_features_are_all_tiny(gpu):
+    """Queries at -80: on the scale of their strip all weights would be below bfloat16's least."""
+    query, key, value = inputs((2,), 100)
+    query = (query - 80).astype(BF16).astype(F32)
+    output, *_ = solve(BF16, query, key, value, MAPS["elu"])
+    assert error(output, exact(query, key, value, MAPS["elu"])) < TOLERANCE[BF16]
+
+
+def test_states_do_not_drift_over_many_tiles(gpu):
+    """A factor that rescales a state must be 1 where no maximum rises: it is taken each tile."""
+    gpu.processors = 1
+    rng = np.random.default_rng(0)
+    phi = PositiveFeatures.from_projection(rng.standard_normal((16, D)).astype(BF16).astype(float))
+    key = rng.standard_normal((1, 200 * 64, D))
+    key *= 48 / np.linalg.norm(key, axis=-1, keepdims=True)
+    key[:, :64] /= 1.5  # all others weigh nothing beside the first tile
+    key = key.astype(BF16).astype(F32)
+    arrays = key[:, :64], key, rng.standard_normal(key.shape).astype(BF16).astype(F32)
+    _, state, _ = solve(BF16, *arrays, phi)
+    found, expected = content(state), content(exact(*arrays, phi, return_state=True)[1])
+    assert np.abs(found[..., -1] / expected[..., -1] - 1).max() < 1e-4
+    assert error(found, expected) < 5e-4
+
+
 @pytest.mark.parametrize("place", ["key", "value", "query"])
 def test_nan_reaches_its_own_rows_only(gpu, place):
     phi = MAPS["positive"]

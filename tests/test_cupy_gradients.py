@@ -3,6 +3,8 @@
 The oracle is the generic code in float64, which other tests hold to finite differences.
 """
 
+# mypy: disable-error-code="call-overload"
+
 from __future__ import annotations
 
 from typing import Any
@@ -13,13 +15,15 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import linattn
+import linattn_cupy
 from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     CosformerFeatures,
     PositiveFeatures,
+    ReluFeatures,
 )
 from linattn.typing import Cotangent, Declined, State
-from linattn_cupy import device, fused, gradients
+from linattn_cupy import device, fused, gradients, planning
 from tests.attentions import maps
 from tests.fake_gpu.device import Device
 
@@ -166,6 +170,15 @@ def test_queries_and_keys_of_different_lengths(gpu):
 
 
 @CAUSAL
+@pytest.mark.parametrize("value_dim", [136])
+def test_values_wider_than_a_tile(gpu, value_dim, is_causal):
+    """Gradients of tokens are summed over tiles of 64 values."""
+    arrays = inputs((2,), 100, value_dim)
+    found = pull(BF16, *arrays, MAPS["positive"], is_causal=is_causal)
+    agree(found, exact(*arrays, MAPS["positive"], is_causal=is_causal), BF16)
+
+
+@CAUSAL
 def test_heads_that_share_keys(gpu, is_causal):
     query, _, _, grad = inputs((2, 2, 3), 100)
     _, key, value, _ = inputs((2, 1, 3), 100, seed=1)
@@ -283,3 +296,150 @@ def test_reads_of_shorter_chunks_where_memory_is_short(gpu):
     found = pull(BF16, query, key, value, grad, phi)
     assert gpu.launches.count("read_gradients") == 2
     agree(found, exact(query, key, value, grad, phi), BF16)
+
+
+# The first pass is reused ------------------------------------------------------------------------
+
+
+@CAUSAL
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_the_pullback_takes_what_the_first_pass_made(gpu, dtype, is_causal):
+    """Nothing is computed again, and the caller may write over the output, and pull twice."""
+    gpu.processors = 50
+    *arrays, grad = (x.astype(dtype) for x in inputs())
+    expected = exact(*arrays, grad, MAPS["positive"], is_causal=is_causal)
+
+    def work(query, key, value, grad):
+        output, pullback = linattn.linear_attention_vjp(
+            query, key, value, MAPS["positive"], is_causal=is_causal
+        )
+        output[...] = np.nan
+        gpu.launches.clear()
+        with linattn.explain() as report:
+            first = pullback(grad)
+            second = pullback(grad)
+        assert report.choices == ()  # the pullback of the first pass, and no other code
+        return first, second
+
+    first, second = Device.run(work, *arrays, grad)
+    for x, y, z in zip(first, second, expected, strict=True):
+        assert_array_equal(x, y)
+        assert error(x, z) < (2e-2 if dtype is BF16 else 1e-5)
+    again = {"read_states", "causal_rows", "segment_states", "redo_rows"}
+    assert not again & set(gpu.launches)
+    if dtype is F32:
+        # Keys of each block once in each pullback: no block makes states for the next.
+        assert gpu.launches.count("key_weights") == (4 if is_causal else 2)
+
+
+def test_a_pullback_after_rejected_rows_is_the_generic_codes(gpu):
+    """The first pass computes such rows again; its states are not for the pullback."""
+    query, key, value, grad = (x.astype(F16) for x in inputs((2,), 64))
+    key[1, :40] *= 8
+    phi = MAPS["positive"]
+    output = Device.run(
+        lambda *x: linattn.linear_attention_vjp(*x, phi, is_causal=True)[0], query, key, value
+    )
+    with linattn.without_backends():
+        wide = (x.astype(float) for x in (query, key, value))
+        assert error(output, linattn.linear_attention(*wide, phi, is_causal=True)) < 5e-3
+    found = pull_by_the_door(gpu, query, key, value, grad, phi)
+    agree(found, exact(query, key, value, grad, phi, is_causal=True), F16)
+
+
+# Float32 -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tile(monkeypatch):
+    """Few tokens a tile, so that a block walks several."""
+    monkeypatch.setattr(planning, "TILE", 16)
+    monkeypatch.setattr(planning, "CAUSAL_TILE", 16)
+
+
+@CAUSAL
+@pytest.mark.parametrize(
+    ("name", "reuses"),
+    [("positive", False), ("positive", True), ("elu", True), ("relu", False), ("per-head", True)],
+)
+def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile):
+    """Masked keys hold NaN; a state has a gradient, and the one after the last token gives one."""
+    phi, dim = MAPS[name], 48 if name == "relu" else D
+    if name == "relu":
+        phi = ReluFeatures()
+    query, key, value, grad = inputs((2, 3), 150, dim=dim)
+    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    mask[1, :, :60] = False
+    settings: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
+    with linattn.without_backends():
+        # Scales rise from tile to tile.
+        _, state = linattn.linear_attention(query, key / 4, value, phi, return_state=True)
+        _, after = linattn.linear_attention(
+            query, key, value, phi, initial_state=state, return_state=True, **settings
+        )
+    by_state = np.random.default_rng(3).standard_normal(after.kvz.shape).astype(F32)
+    settings |= {"initial_state": state, "return_state": True}
+    expected = exact(query, key, value, grad, phi, grad_state=by_state, **settings)
+    hidden = ~np.broadcast_to(mask, (2, 3, 150))
+    key[hidden], value[hidden] = np.nan, np.inf
+
+    def work(query, key, value, grad, by_state, scale, **settings):
+        (_, state), pullback = linattn.linear_attention_vjp(query, key, value, phi, **settings)
+        if reuses:
+            # The cotangent of a state on its own scale, which need not be that of the oracle.
+            return pullback(grad, by_state * np.exp(state.log_scale - scale)[..., None])
+        settings.pop("return_state")
+        problem = linear_problem(query, key, value, phi, **settings)
+        return linattn_cupy.attention_vjp(problem, Cotangent(grad, State(by_state, -scale, 0)))
+
+    scale = after.log_scale.astype(F32)
+    found = Device.run(work, query, key, value, grad, by_state, scale, **settings)
+    for x, y in zip(found[:3], expected[:3], strict=True):
+        assert x.dtype == F32
+        assert error(x, y) < 1e-5
+    assert error(found[3], expected[3]) < 1e-5
+    wanted = {"row_cotangents", "pull_weights", "scan_adjoints"}
+    assert wanted <= set(gpu.launches)
+
+
+@CAUSAL
+@pytest.mark.parametrize("what", ["nan", "jump"])
+def test_float32_gradients_that_are_left_to_generic_code(gpu, what, is_causal):
+    query, key, value, grad = inputs((2,), 64)
+    if what == "nan":
+        grad[1, 40, 3] = np.nan
+    else:
+        key[1, :40] *= 12
+    phi = MAPS["positive"]
+
+    def work(query, key, value, grad):
+        problem = linear_problem(query, key, value, phi, is_causal=is_causal)
+        return linattn_cupy.attention_vjp(problem, Cotangent(grad, None))
+
+    rejects = is_causal or what == "nan"
+    answer = Device.run(work, query, key, value, grad)
+    assert (answer == REJECTED) is rejects
+    if not rejects:
+        agree_32 = exact(query, key, value, grad, phi)
+        assert all(error(x, y) < 1e-5 for x, y in zip(answer, agree_32, strict=False))
+
+
+def test_float32_gradients_of_heads_that_share_keys(gpu):
+    query, _, _, grad = inputs((2, 2, 3), 100)
+    _, key, value, _ = inputs((2, 1, 3), 100, seed=1)
+    arrays = query, key, value[0, 0], grad
+    for is_causal in (False, True):
+        expected = exact(*arrays, MAPS["positive"], is_causal=is_causal)
+
+        def work(query, key, value, grad, is_causal=is_causal):
+            phi = MAPS["positive"]
+            return linattn.linear_attention_vjp(query, key, value, phi, is_causal=is_causal)[1](
+                grad
+            )
+
+        gpu.launches.clear()
+        found = Device.run(work, *arrays)
+        assert "pull_weights" in gpu.launches
+        for x, y in zip(found, expected, strict=False):
+            assert x.shape == y.shape
+            assert error(x, y) < 1e-5

@@ -33,7 +33,8 @@ MASKED = ("masked full", "masked causal", "blind causal")
 def fake(monkeypatch):
     """The library of the checks, which replaces functions of linattn_cupy; they are restored."""
     monkeypatch.setattr(linattn_cupy.device, "launch", linattn_cupy.device.launch)
-    monkeypatch.setattr(linattn_cupy.gradients, "Declined", Declined)
+    for module in (linattn_cupy.gradients, linattn_cupy.state_vjps):
+        monkeypatch.setattr(module, "Declined", Declined)
     with warnings.catch_warnings():
         yield check.Interpreted(0)
 

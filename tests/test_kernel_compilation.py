@@ -58,6 +58,7 @@ def gradients(part, family, keys, **sizes):
 # and a little more.
 SHIPPED = [
     ("fused.cu", fused(0, 0, HEAD_DIM=64, FEATURES=256), 240),
+    ("fused.cu", fused(0, 0, HEAD_DIM=64, FEATURES=256, WARPS=16), 128),
     ("fused.cu", fused(0, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 255),
     ("fused.cu", fused(0, 1, HEAD_DIM=64, FEATURES=64, WARPS=4), 200),
     ("fused.cu", fused(0, 0, HEAD_DIM=16, FEATURES=48, VALUE_TILE=16, WARPS=3), 128),
@@ -88,12 +89,16 @@ SHIPPED = [
     ("steps.cu", {"INPUT": 1, "MAP": 1, "WARPS": 8, "COLUMNS": 16}, 128),
     ("steps.cu", {"INPUT": 2, "MAP": 2, "WARPS": 8, "COLUMNS": 5}, 128),
     ("features.cu", {"WARPS": 8}, 80),
+    ("softmax.cu", {"WARPS": 8}, 80),
+    ("vjps.cu", {"WARPS": 8}, 80),
 ]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("source", "options", "budget"), SHIPPED)
 def test_shipped_kernels_do_not_spill(compile_kernel, source, options, budget, arch):
+    if options["WARPS"] == 16 and arch == "sm_100":
+        pytest.skip("launched with 8 warps there, where 16 bytes would spill")
     kernels = compile_kernel(KERNELS / source, options, arch)
     assert kernels
     for name, kernel in kernels.items():

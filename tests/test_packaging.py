@@ -36,6 +36,7 @@ EXTRAS = {
     "examples",
     "cuda12",
     "cuda13",
+    "tile",
 }
 
 

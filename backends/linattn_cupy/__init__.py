@@ -17,22 +17,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from linattn.typing import Backend, implements
-from linattn_cupy.gradients import attention_vjp
 from linattn_cupy.graphs import CapturedCall, capture
 from linattn_cupy.hardware import kernel_status
 from linattn_cupy.planning import plan
 from linattn_cupy.states import divide, read_block, reduce_block
 from linattn_cupy.steps import decode, stepper
-from linattn_cupy.whole import attention
+from linattn_cupy.whole import attention, attention_pullback, attention_vjp, modifiers
 
 __all__ = [
     "CapturedCall",
     "attention",
+    "attention_pullback",
     "attention_vjp",
     "capture",
     "decode",
     "divide",
     "kernel_status",
+    "modifiers",
     "plan",
     "read_block",
     "reduce_block",
@@ -42,10 +43,12 @@ __all__ = [
 if TYPE_CHECKING:
     # A type checker compares each with the contract.
     implements(Backend.attention)(attention)
+    implements(Backend.attention_pullback)(attention_pullback)
     implements(Backend.attention_vjp)(attention_vjp)
     implements(Backend.decode)(decode)
     implements(Backend.divide)(divide)
     implements(Backend.kernel_status)(kernel_status)
+    implements(Backend.modifiers)(modifiers)
     implements(Backend.plan)(plan)
     implements(Backend.read_block)(read_block)
     implements(Backend.reduce_block)(reduce_block)

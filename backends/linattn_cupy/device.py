@@ -196,6 +196,28 @@ def shared_bytes() -> int:
     return _attribute("MaxSharedMemoryPerBlockOptin", cupy.cuda.runtime.getDevice())
 
 
+def capability() -> int:
+    """Return ten times the compute capability of the current device."""
+    import cupy
+
+    return int(cupy.cuda.Device().compute_capability)
+
+
+def name() -> str:
+    """Return what the current device is called."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return str(properties["name"].decode())
+
+
+def stream() -> Any:
+    """Return CuPy's current stream."""
+    import cupy
+
+    return cupy.cuda.get_current_stream()
+
+
 def memory_bytes() -> int:
     """Return how much memory the current device has."""
     import cupy

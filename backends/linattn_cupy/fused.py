@@ -15,6 +15,7 @@ from linattn_cupy.layout import Heads, Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 from linattn_cupy.steps import (
     COORDINATES_CHANGE,
+    DECAYS,
     EMPTY,
     MAPS_DIFFER,
     MAX_VALUE_DIM,
@@ -26,6 +27,9 @@ from linattn_cupy.steps import (
 MAX_HEAD_DIM = 128
 MAX_FEATURES = 256
 MAX_WARPS = 8
+MAX_DIM_OF_STRIPS = 64
+"""Largest d of bfloat16 for which a warp of one strip of features spills no register."""
+
 CAUSAL_TILE = 64
 READ_TILES = (128, 64)
 """Tokens of a tile; the longest that fits into shared memory is taken."""
@@ -85,7 +89,8 @@ class Variant(NamedTuple):
             size += (1 if keys else 2) * tile * token_row + self.features * value_row
         if keys and queries:
             size += self.features * (tile + 8)
-        return 2 * size + 4 * (5 * self.features + tile)
+        # A read alone has no shifts, sums and rows, which are the last.
+        return 2 * size + 4 * (5 * self.features + tile if keys else 3 * self.features)
 
 
 def _round_up(x: int, multiple: int) -> int:
@@ -99,6 +104,7 @@ def _variant(problem: Problem) -> Variant:
     device.require(name in ("float16", "bfloat16"), f"{name} is neither float16 nor bfloat16")
     device.require(accumulated == "float32", f"sums are in {accumulated}")
     device.require(problem.exact.window is None, "exact_window is given")
+    device.require(problem.weights.log_decay is None, DECAYS)
     changes = problem.query_change, problem.key_change
     device.require(changes == (None, None), COORDINATES_CHANGE)
     family = family_of(problem.query_spec)
@@ -261,13 +267,18 @@ class Work(NamedTuple):
         self, function: str, blocks: int, tile: int, args: list[Any], *, keys: bool, queries: bool
     ) -> None:
         """Launch a kernel whose blocks hold these tokens in shared memory."""
+        variant = self.variant
+        fits = variant.dim <= MAX_DIM_OF_STRIPS and not variant.float16
+        fits = fits and device.capability() // 10 != 10  # where it spills 16 bytes
+        if fits and function == "segment_states" and variant.features == 32 * variant.warps:
+            variant = variant._replace(warps=2 * variant.warps)
         device.launch(
             "fused.cu",
             function,
-            self.variant.options(PARTS[function], tile),
+            variant.options(PARTS[function], tile),
             (blocks, self.value_tiles, 1),
-            (32 * self.variant.warps, 1, 1),
-            self.variant.shared(tile, keys=keys, queries=queries),
+            (32 * variant.warps, 1, 1),
+            variant.shared(tile, keys=keys, queries=queries),
             args,
         )
 
@@ -284,7 +295,7 @@ def attention(problem: Problem) -> Any:
     if problem.sees.is_causal:
         before = states_before(work)
         output, norms, after, flags = causal_rows(work, before)
-        _redo_rejected(work, before, flags, output, norms)
+        redo_rejected(work, before, flags, output, norms)
     else:
         after = full_state(work)
         output, norms = full_rows(work, after)
@@ -508,7 +519,7 @@ def causal_rows(
     return output, norms, after, flags
 
 
-def _redo_rejected(
+def redo_rejected(
     work: Work, before: SegmentStates, flags: Array, output: Array, norms: Array | None
 ) -> None:
     """Compute the rows of flagged segments again, exactly."""

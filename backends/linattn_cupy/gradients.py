@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn.typing import Array, Declined, Problem, State
+from linattn.typing import Array, Cotangent, Declined, Problem, State
 from linattn_cupy import device
 from linattn_cupy.fused import (
     CAUSAL_TILE,
@@ -22,13 +22,14 @@ from linattn_cupy.fused import (
     full_rows,
     full_state,
     read_tile,
+    redo_rejected,
     scan,
     scan_segments,
     segments_of,
     states_before,
     work_of,
 )
-from linattn_cupy.layout import Segments, view
+from linattn_cupy.layout import Segments, sum_to, view
 
 PARTS = {
     "query_terms": 0,
@@ -233,8 +234,56 @@ class _Pull:
         return _Gradients(whole, partials, values, dtype)
 
 
+class _Forward(NamedTuple):
+    """What the pullback takes of the first pass.
+
+    Attributes
+    ----------
+    output, norms : Array
+        Rows, and the logs of their normalizers.
+    states : SegmentStates or tuple of Array
+        States before segments; of full attention the last state.
+    flags : Array
+        Not 0 where rows were rejected.
+    """
+
+    output: Array
+    norms: Array
+    states: Any
+    flags: Array
+
+
+def _forward(work: Work) -> tuple[_Forward, tuple[Array, Array]]:
+    """Run the first pass; also the last state."""
+    if work.problem.sees.is_causal:
+        before = states_before(work)
+        output, norms, after, flags = causal_rows(work, before)
+        return _Forward(output, norms, before, flags), after
+    state = full_state(work)
+    return _Forward(*full_rows(work, state), state, device.zeros((1,), "int32")), state
+
+
 @device.or_generic
-def attention_vjp(problem: Problem, cotangent: Any) -> Any:
+def attention_pullback(problem: Problem) -> Any:
+    """Linear attention of 16-bit arrays, and its pullback, which takes a copy of the output.
+
+    The caller may write over the output before the pullback runs.
+    """
+    device.require(problem.state_lead == problem.lead, "heads share a state")
+    work = _work_of(problem)
+    forward, after = _forward(work)
+    output = forward.output.copy()
+    if problem.sees.is_causal:
+        redo_rejected(work, forward.states, forward.flags, output, None)
+    before = 0 if problem.state is None else problem.state.length
+    kvz, shifts = (x.copy() for x in after)
+    state = State(kvz, shifts, before + problem.key.shape[-2])
+    norms = forward.norms.copy() if problem.want_log else None
+    return output, state, norms, partial(_pull_back, problem, work, forward)
+
+
+@device.or_generic
+def attention_vjp(problem: Problem, cotangent: Cotangent) -> Any:
     """Gradients of linear attention of float16 and bfloat16, or Declined.
 
     Output and normalizers are computed again, then the gradients of queries by a walk over the
@@ -247,18 +296,27 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     The host waits for a flag at the end: where rows were rejected, or a gradient is not finite, the
     call is declined, and generic code computes all gradients.
     """
-    unshared = replace(problem, state_lead=problem.lead, want_log=True)
-    work = work_of(unshared)
     shared_state = cotangent.state is not None and problem.state_lead != problem.lead
     device.require(not shared_state, "heads share a state that has a cotangent")
+    work = _work_of(problem)
+    return _pull_back(problem, work, _forward(work)[0], cotangent)
+
+
+def _work_of(problem: Problem) -> Work:
+    """Prepare a problem in which no two heads share a state."""
+    unshared = replace(problem, state_lead=problem.lead, want_log=True)
+    work = work_of(unshared)
     check_memory("gradients", unshared, _least_memory(work))
-    pull = _Pull(work, cotangent.output)
+    return work
+
+
+def _pull_back(problem: Problem, work: Work, forward: _Forward, cotangent: Cotangent) -> Any:
     walk = _causal if problem.sees.is_causal else _full
-    gradients, adjoint, flags = walk(pull, cotangent.state)
-    if bool(flags.any()):
+    gradients, adjoint, flags = walk(_Pull(work, cotangent.output), forward, cotangent.state)
+    if not bool((flags == 0).all()):
         return Declined("rows were rejected, or a gradient is not finite")
     arrays = (problem.query, problem.key, problem.value)
-    sums = [_sum_to(x, tuple(like.shape)) for x, like in zip(gradients, arrays, strict=True)]
+    sums = [sum_to(x, tuple(like.shape)) for x, like in zip(gradients, arrays, strict=True)]
     state = None if adjoint is None else _state_gradient(problem, *adjoint)
     return *sums, state
 
@@ -277,10 +335,9 @@ _Walked = tuple[tuple[Array, ...], tuple[Array, Array] | None, Array]
 """Gradients of query, key and value, the adjoint before all keys where it is wanted, and flags."""
 
 
-def _full(pull: _Pull, grad_state: State | None) -> _Walked:
-    work = pull.work
-    state = full_state(work)
-    queries = pull.queries(*full_rows(work, state))
+def _full(pull: _Pull, forward: _Forward, grad_state: State | None) -> _Walked:
+    work, (output, norms, state, _) = pull.work, forward
+    queries = pull.queries(output, norms)
     flags = device.zeros((1,), "int32")
     of_query, _ = pull.read(queries, state, flags, keys=False)
     length = queries.tokens.shape[-2]
@@ -293,14 +350,12 @@ def _full(pull: _Pull, grad_state: State | None) -> _Walked:
     return (of_query, of_key, of_value), adjoint if work.problem.state is not None else None, flags
 
 
-def _causal(pull: _Pull, grad_state: State | None) -> _Walked:
-    work = pull.work
-    before = states_before(work)
-    output, norms, _, flags = causal_rows(work, before)
+def _causal(pull: _Pull, forward: _Forward, grad_state: State | None) -> _Walked:
+    work, (output, norms, before, flags) = pull.work, forward
+    flags = flags.copy()
     queries, keys = pull.queries(output, norms), pull.keys()
     of_query, _ = pull.walk(queries, keys, before, flags, of_keys=False)
     cut = before.cut
-    del output, norms, before  # their memory is for the adjoints
     of_state = work.problem.state is not None
     needed = cut.parts.number - (0 if of_state else cut.parts_per_segment)
     states = pull.adjoints(queries, cut.parts, needed)
@@ -315,17 +370,4 @@ def _state_gradient(problem: Problem, kvz: Array, shifts: Array) -> Array:
     """Gradient of the initial state's ``kvz``, from the adjoint before all keys."""
     assert problem.state is not None
     gradient = kvz * problem.xp.exp(shifts + problem.state.log_scale)[..., None]
-    return _sum_to(gradient, tuple(problem.state.kvz.shape))
-
-
-def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Sum over the leading axes along which an argument of this shape was broadcast."""
-    missing = gradient.ndim - len(shape)
-    axes = tuple(
-        i
-        for i, size in enumerate(gradient.shape[:-2])
-        if i < missing or (shape[i - missing] == 1 and size != 1)
-    )
-    if not axes:
-        return gradient.reshape(shape)
-    return gradient.astype("float32").sum(axis=axes).reshape(shape).astype(gradient.dtype)
+    return sum_to(gradient, tuple(problem.state.kvz.shape))

@@ -98,3 +98,16 @@ def unit_strides(heads: Heads, lead: tuple[int, ...]) -> list[np.int64]:
     for i in range(len(lead) - 1, 0, -1):
         steps[i - 1] = steps[i] * lead[i]
     return _head_strides(heads, lead, tuple(steps))
+
+
+def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Sum over the leading axes along which an argument of this shape was broadcast."""
+    missing = gradient.ndim - len(shape)
+    axes = tuple(
+        i
+        for i, size in enumerate(gradient.shape[:-2])
+        if i < missing or (shape[i - missing] == 1 and size != 1)
+    )
+    if not axes:
+        return gradient.reshape(shape)
+    return gradient.astype("float32").sum(axis=axes).reshape(shape).astype(gradient.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,14 @@ SHARE_OF_DEVICE = 128
 A share of all memory, not of free memory, so that a call always has the same bits.
 """
 
-TILE, CAUSAL_TILE = 512, 128
-"""Tokens of a tile of float32: many in a product, causal few in its square."""
+GRADIENT_SHARE = 2
+"""Bytes that gradients may take, over those of a block."""
+
+TILE, CAUSAL_TILE, DECAY_TILE = 512, 128, 32
+"""Tokens of a tile of float32: many in a product, causal few in its square.
+
+Keys that decay have one scale in a tile: few, so that the first is not drowned by the last.
+"""
 
 MIN_BLOCK, MAX_BLOCK = 32, 8192
 MAX_CAUSAL_BLOCK = 256
@@ -36,12 +42,14 @@ class Block(NamedTuple):
     tile: int
 
 
-def blocks_of(length: int, tokens: int, *, is_causal: bool) -> list[Block]:
+def blocks_of(length: int, tokens: int, *, is_causal: bool, tile: int | None = None) -> list[Block]:
     """Cut a sequence into equal blocks of at most `tokens` tokens, all of whole tiles.
 
     The remainder is a block of one tile.
     """
-    tile = min(CAUSAL_TILE if is_causal else TILE, tokens, length)
+    if tile is None:
+        tile = CAUSAL_TILE if is_causal else TILE
+    tile = min(tile, tokens, length)
     whole = length // tile
     count = -(-whole // (tokens // tile))
     size = tile * -(-whole // count)
@@ -57,16 +65,80 @@ def tokens_of(problem: Problem) -> int:
     m, e, d = problem.num_features, problem.value.shape[-1], problem.query.shape[-1]
     if problem.sees.is_causal:
         # Features of both sides; scores; states before tiles; values and numerators.
-        numbers = 2 * m + CAUSAL_TILE + m * (2 * e + 1) // CAUSAL_TILE + 2 * e
+        tile = _causal_tile(problem)
+        numbers = 2 * m + tile + m * (2 * e + 1) // tile + 2 * e
     else:
         numbers = m + m * e // TILE + e
     return _fitting(problem, 4 * (numbers + d))
 
 
-def _fitting(problem: Problem, token_bytes: int) -> int:
+def _causal_tile(problem: Problem) -> int:
+    return CAUSAL_TILE if problem.weights.log_decay is None else DECAY_TILE
+
+
+def causal_blocks(problem: Problem) -> list[Block]:
+    """Blocks of causal attention in float32."""
+    length, tile = problem.key.shape[-2], _causal_tile(problem)
+    return blocks_of(length, tokens_of(problem), is_causal=True, tile=tile)
+
+
+def gradient_tokens_of(problem: Problem) -> int:
+    """Tokens of a block of float32 gradients: the caller's choice, or what fits their workspace."""
+    if problem.policy.chunk_size is not None:
+        return problem.policy.chunk_size
+    m, e = problem.num_features, problem.value.shape[-1]
+    # Features of both sides, and gradients by those of one; values, cotangents and outputs.
+    numbers = 3 * m + 3 * e
+    if problem.sees.is_causal:
+        # Scores; states before tiles, and adjoints after them.
+        numbers += CAUSAL_TILE + m * (2 * e + 4) // CAUSAL_TILE
+    return _fitting(problem, 4 * numbers, GRADIENT_SHARE)
+
+
+def gradient_blocks(problem: Problem) -> list[Block]:
+    """Blocks of keys of float32 gradients, and of a forward pass that keeps states for them."""
+    tokens, is_causal = gradient_tokens_of(problem), problem.sees.is_causal
+    return blocks_of(problem.key.shape[-2], tokens, is_causal=is_causal)
+
+
+def window_tokens_of(problem: Problem, window: int) -> int:
+    """Tokens of a block of keys beside an exact window, a multiple of it."""
+    m, e = problem.num_features, problem.value.shape[-1]
+    # Features of both sides; states before tiles and of tiles; values and numerators.
+    numbers = 2 * m + m * (2 * e + 1) // window + 2 * e
+    return max(1, _fitting(problem, 4 * numbers) // window) * window
+
+
+def scores_of(
+    heads: int, length: int, size: int, start: int | None
+) -> Iterator[tuple[slice, slice]]:
+    """Yield heads and rows whose scores fit the workspace, to all keys.
+
+    Causal: to those up to the rows' own places, the first of which is ``start``.
+    """
+    fitting = _workspace() // 4
+    group = max(1, min(heads, fitting // (MIN_BLOCK * size)))
+    for head in range(0, heads, group):
+        row = 0
+        while row < length:
+            pairs = fitting // min(group, heads - head)
+            count = pairs // size
+            if start is not None and start + row < size:
+                # n (start + row + n) pairs.
+                half = (start + row) / 2
+                count = max(count, int(math.sqrt(half * half + pairs) - half))
+            count = min(max(count // MIN_BLOCK * MIN_BLOCK, MIN_BLOCK), length - row)
+            yield slice(head, min(head + group, heads)), slice(row, row + count)
+            row += count
+
+
+def _workspace() -> int:
+    return int(min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE))
+
+
+def _fitting(problem: Problem, token_bytes: int, share: int = 1) -> int:
     """Tokens that fit the workspace, given the bytes of a token of each head."""
-    workspace = min(MAX_WORKSPACE, device.memory_bytes() // SHARE_OF_DEVICE)
-    return max(MIN_BLOCK, workspace // (token_bytes * max(1, math.prod(problem.lead))))
+    return max(MIN_BLOCK, share * _workspace() // (token_bytes * max(1, math.prod(problem.lead))))
 
 
 def plan(problem: Problem) -> Plan:

@@ -7,26 +7,35 @@ launch does all tiles of all heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from linattn.typing import Array, Exponential, Partial, Problem, Spec, State, Tokens
 from linattn_cupy import device, products
-from linattn_cupy.layout import Heads, Segments, heads_of, is_uniform, unit_strides, view
+from linattn_cupy.layout import Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import (
-    FAMILIES,
-    Parameters,
     family_of,
-    num_features_of,
-    parameters_of,
 )
-from linattn_cupy.planning import Block, blocks_of, tokens_of
+from linattn_cupy.planning import Block, blocks_of, causal_blocks, gradient_blocks, tokens_of
 from linattn_cupy.products import multiply
+from linattn_cupy.rows import (
+    HeadRows,
+    Keys,
+    Output,
+    Queries,
+    Side,
+    StateArrays,
+    array_steps,
+    element_blocks,
+    int32,
+    launch_rows,
+    row_blocks,
+)
 from linattn_cupy.steps import (
     COORDINATES_CHANGE,
+    DECAYS,
     EMPTY,
     MAPS_DIFFER,
     MAX_VALUE_DIM,
@@ -34,161 +43,10 @@ from linattn_cupy.steps import (
     redo,
 )
 
-WARPS = 8
-THREADS = 32 * WARPS
-COPIES_AT_ONCE = 8
-"""As in features.cu: elements that a thread of a copy takes."""
-
 QUERIES_SHARE = "heads of queries share a state"
 
-_State = tuple[Array, Array]
-"""Sums (heads, m, columns) and shifts (heads, m)."""
 
-
-def _launch(function: str, blocks: int, args: list[Any]) -> None:
-    device.launch(
-        "features.cu", function, {"WARPS": WARPS}, (blocks, 1, 1), (THREADS, 1, 1), 0, args
-    )
-
-
-def _elements(heads: int, count: int, each: int = 1) -> int:
-    """Count thread blocks of threads that take `each` of the `count` elements of a head."""
-    return heads * -(-count // (THREADS * each))
-
-
-def _rows(heads: int, count: int) -> int:
-    """Blocks of threads whose warps take one of the `count` rows of a head each."""
-    return heads * -(-count // WARPS)
-
-
-def _int32(*sizes: int) -> list[np.int32]:
-    return [np.int32(size) for size in sizes]
-
-
-def _steps(array: Array | None, axes: int) -> list[Any]:
-    """Return an array and its first strides in elements, a null pointer for None."""
-    if array is None:
-        return [None, *[np.int64(0)] * axes]
-    return [array, *(np.int64(step // array.dtype.itemsize) for step in array.strides[:axes])]
-
-
-class _Tokens:
-    """Rows of every head, (heads, n, x): where they lie, or packed a block at a time."""
-
-    def __init__(self, array: Array, heads: Heads) -> None:
-        shape = tuple(array.shape[-2:])
-        if tuple(array.shape[:-2]) != heads.lead:
-            array = device.broadcast(array, (*heads.lead, *shape))
-        if array.strides[-1] != array.dtype.itemsize:
-            array = device.contiguous(array)
-        self._array, self.heads = array, heads
-        self._flat = array.reshape(heads.total, *shape) if is_uniform(array) else None
-
-    def view(self, rows: slice) -> list[Any]:
-        """Rows and their strides as the kernels take them that know of several axes of heads."""
-        return view(self.heads, self._array[..., rows, :])
-
-    def part(self, rows: slice) -> Array:
-        """Rows of all heads, with one step from each head to the next."""
-        return self.packed(rows) if self._flat is None else self._flat[:, rows]
-
-    def packed(self, rows: slice, log_weights: Sequence[Any] = (None, np.int64(0))) -> Array:
-        """Rows one behind the other, those of log weight -inf as zeros."""
-        n, width = self._array[..., rows, :].shape[-2:]
-        packed = device.empty((self.heads.total, n, width), "float32")
-        args = [*self.view(rows), *self.heads.args, *log_weights]
-        args += [*_int32(n, width), packed]
-        _launch("pack_rows", _elements(self.heads.total, n * width, COPIES_AT_ONCE), args)
-        return packed
-
-
-class _Side:
-    """One side of a map, for all heads or for one that they share."""
-
-    def __init__(self, spec: Spec, dim: int, lead: tuple[int, ...]) -> None:
-        self.family, self.features = family_of(spec), num_features_of(spec, dim)
-        given = parameters_of(spec, device.empty((0, dim), "float32"), dim, self.features)
-        self.map = given if given.lead in ((), lead) else _broadcast(given, lead)
-
-    def logits(self, x: Array) -> Array:
-        """Logits (heads, n, m) of tokens, without the terms added to rows and columns."""
-        heads, n, d = x.shape
-        u = device.empty((heads, n, self.features), "float32")
-        if self.map.projection is None:
-            args = [*_steps(x, 2), *_int32(n, d, FAMILIES[self.family]), u]
-            _launch("log_activations", _elements(heads, n * d, COPIES_AT_ONCE), args)
-        else:
-            multiply(x, self.map.projection, u)
-        return u
-
-    @property
-    def offsets(self) -> list[Any]:
-        """Offsets of the features, and of how many heads they are."""
-        return [self.map.col, np.int64(self.map.col.shape[0])]
-
-    @property
-    def curvature(self) -> np.float32:
-        return np.float32(self.map.curvature)
-
-
-def _broadcast(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
-    """Copy parameters to every head."""
-    heads = math.prod(lead)
-
-    def copied(array: Array) -> Array:
-        shape = tuple(array.shape[1:])
-        whole = device.broadcast(array.reshape(*parameters.lead, *shape), (*lead, *shape))
-        return device.contiguous(whole).reshape(heads, *shape)
-
-    projection = None if parameters.projection is None else copied(parameters.projection)
-    return Parameters(projection, copied(parameters.col), parameters.curvature, lead)
-
-
-class _Keys(NamedTuple):
-    """Keys and values of every head, and log weights ``(..., n)``, contiguous, or None for 0."""
-
-    side: _Side
-    tokens: _Tokens
-    values: _Tokens
-    weights: Array | None
-
-    def log_weights(self, rows: slice) -> list[Any]:
-        """Log weights, and the step from each head to the next."""
-        if self.weights is None:
-            return [None, np.int64(0)]
-        return [self.weights[..., rows], np.int64(self.weights.shape[-1])]
-
-
-class _Queries(NamedTuple):
-    """Queries of every head."""
-
-    side: _Side
-    tokens: _Tokens
-
-
-class _Output(NamedTuple):
-    """Where rows of all heads go.
-
-    Attributes
-    ----------
-    rows : Array
-        The output (heads, n, e); or numerators and denominators, (heads, n, e + 1).
-    norms : Array or None
-        (heads, n): the log normalizers; or the logs of the scales of the rows.
-    divides : bool
-        Which of the two.
-    """
-
-    rows: Array
-    norms: Array | None
-    divides: bool
-
-    def part(self, rows: slice) -> _Output:
-        norms = None if self.norms is None else self.norms[:, rows]
-        return self._replace(rows=self.rows[:, rows], norms=norms)
-
-
-class _Tiles(NamedTuple):
+class KeyTiles(NamedTuple):
     """Keys of a causal block, tile by tile.
 
     Attributes
@@ -208,15 +66,21 @@ class _Tiles(NamedTuple):
     scales: Array
     kv: Array
     z: Array
-    before: _State
+    before: StateArrays
 
 
-def _add_block(
-    keys: _Keys, block: Block, state: _State, *, is_causal: bool
-) -> tuple[_State, _Tiles | None]:
-    """Add a block of keys to a state; causal: also what its queries need."""
-    kvz, shifts = state
-    columns, tile, side = kvz.shape[-1], block.tile, keys.side
+class WeighedKeys(NamedTuple):
+    """Weights (heads, n, m) of a block of keys on scales (heads, tiles, m), and their sums."""
+
+    weights: Array
+    values: Array
+    scales: Array
+    z: Array
+
+
+def weigh_keys(keys: Keys, block: Block, shifts: Array, *, is_causal: bool) -> WeighedKeys:
+    """Weights of a block of keys after a state of these shifts: on one scale unless causal."""
+    tile, side = block.tile, keys.side
     log_weights = keys.log_weights(block.rows)
     x, values = keys.tokens.part(block.rows), keys.values.packed(block.rows, log_weights)
     u = side.logits(x)
@@ -224,11 +88,23 @@ def _add_block(
     tiles = n // tile
     terms = device.empty((heads, n), "float32")
     tops, scales, z = (device.empty((heads, tiles, m), "float32") for _ in range(3))
-    args = [u, *_steps(x, 2), *log_weights, *side.offsets]
-    args += [*_int32(n, tile, x.shape[-1], m), side.curvature, terms, tops]
-    _launch("key_tops", heads * tiles, args)
-    args = [u, terms, *side.offsets, tops, shifts, *_int32(n, tile, m, is_causal), scales, z]
-    _launch("key_weights", heads * tiles, args)
+    args = [u, *array_steps(x, 2), *log_weights, *side.offsets]
+    args += [*int32(n, tile, x.shape[-1], m), side.curvature, terms, tops]
+    launch_rows("key_tops", heads * tiles, args)
+    args = [u, terms, *side.offsets, tops, shifts, *int32(n, tile, m, is_causal)]
+    args += [*keys.fades(block.rows), scales, z]
+    launch_rows("key_weights", heads * tiles, args)
+    return WeighedKeys(u, values, scales, z)
+
+
+def add_block(
+    keys: Keys, block: Block, state: StateArrays, *, is_causal: bool
+) -> tuple[StateArrays, KeyTiles | None]:
+    """Add a block of keys to a state; causal: also what its queries need."""
+    kvz, shifts = state
+    columns, tile = kvz.shape[-1], block.tile
+    u, values, scales, z = weigh_keys(keys, block, shifts, is_causal=is_causal)
+    heads, tiles, m = scales.shape
     kv = device.empty((heads * tiles, m, columns - 1), "float32")
     in_tiles = (u.reshape(-1, tile, m), values.reshape(-1, tile, columns - 1))
     multiply(*in_tiles, kv, transpose_a=True)
@@ -239,13 +115,14 @@ def _add_block(
             device.empty((heads, tiles, m), "float32"),
         )
     after = device.empty(kvz.shape, "float32"), device.empty(shifts.shape, "float32")
-    args = [kvz, shifts, scales, *_int32(tiles, m, columns), kv, z, *before, *after]
-    _launch("scan_tiles", _elements(heads, m * columns), args)
-    return after, _Tiles(u, values, scales, kv, z, before) if is_causal else None
+    args = [kvz, shifts, scales, *int32(tiles, m, columns)]
+    args += [*keys.fades(block.rows), np.int32(tile), kv, z, *before, *after]
+    launch_rows("scan_tiles", element_blocks(heads, m * columns), args)
+    return after, KeyTiles(u, values, scales, kv, z, before) if is_causal else None
 
 
-def _query_weights(
-    queries: _Queries, block: Block, read: list[Any], dens: Array | None, out: _Output
+def query_weights(
+    queries: Queries, block: Block, read: list[Any], dens: Array | None, out: Output
 ) -> Array:
     """Weights of a block of queries, (heads, n, m); their denominators, and norms to the output.
 
@@ -254,33 +131,62 @@ def _query_weights(
     side, x = queries.side, queries.tokens.part(block.rows)
     u = side.logits(x)
     heads, n, m = u.shape
-    args = [u, *_steps(x, 2), *side.offsets, *read]
-    args += [*_int32(n, block.tile, x.shape[-1], m), side.curvature, np.int32(out.divides)]
-    _launch("query_weights", _rows(heads, n), [*args, *_steps(dens, 2), *_steps(out.norms, 1)])
+    args = [u, *array_steps(x, 2), *side.offsets, *read]
+    args += [*int32(n, block.tile, x.shape[-1], m), side.curvature, np.int32(out.divides)]
+    launch_rows(
+        "query_weights",
+        row_blocks(heads, n),
+        [*args, *array_steps(dens, 2), *array_steps(out.norms, 1)],
+    )
     return u
 
 
-def _read_block(queries: _Queries, rows: slice, kv: Array, state: _State, out: _Output) -> None:
+def read_rows(queries: Queries, rows: slice, kv: Array, state: StateArrays, out: Output) -> None:
     """Read a state, whose sums of values are in ``kv`` too, with a block of queries."""
     kvz, shifts = state
     e = kvz.shape[-1] - 1
     dens = None if out.divides else out.rows[..., e:]
     read = [shifts, kvz[..., e:], np.int64(e + 1)]
-    u = _query_weights(queries, Block(rows, rows.stop - rows.start), read, dens, out)
+    u = query_weights(queries, Block(rows, rows.stop - rows.start), read, dens, out)
     multiply(u, kv, out.rows[..., :e])
 
 
-def _values_of(state: _State) -> Array:
+def values_of(state: StateArrays) -> Array:
     """Copy the sums of values, (heads, m, e): products are slower where rows are not aligned."""
     values = state[0][..., :-1]
-    return _Tokens(values, heads_of(tuple(values.shape[:1]))).packed(slice(None))
+    return HeadRows(values, heads_of(tuple(values.shape[:1]))).packed(slice(None))
 
 
-def _scan_block(
-    queries: _Queries, keys: _Keys, block: Block, state: tuple[_State, int], out: _Output
-) -> _State:
-    """Causal attention of a block, from the state before it and its length; the state after it."""
-    after, seen = _add_block(keys, block, state[0], is_causal=True)
+class Scan(NamedTuple):
+    """A causal block that is done but for rejected rows.
+
+    Attributes
+    ----------
+    after : StateArrays
+        State after the block.
+    keys : KeyTiles
+        Its keys.
+    weights, scores : Array
+        Those of its queries, (tiles of all heads, tile, m) and (..., tile, tile).
+    dens : Array
+        Denominators (heads, n).
+    flags : Array
+        (heads, tiles): whether a tile is rejected.
+    """
+
+    after: StateArrays
+    keys: KeyTiles
+    weights: Array
+    scores: Array
+    dens: Array
+    flags: Array
+
+
+def scan_block(
+    queries: Queries, keys: Keys, block: Block, state: tuple[StateArrays, int], out: Output
+) -> Scan:
+    """Attend causally in a block after a state and its length, but for rejected rows."""
+    after, seen = add_block(keys, block, state[0], is_causal=True)
     assert seen is not None
     heads, n, m = seen.weights.shape
     tile, columns = block.tile, after[0].shape[-1]
@@ -288,27 +194,25 @@ def _scan_block(
     dens, logs = (device.empty((heads, n), "float32") for _ in range(2))
     nums = device.empty((heads * n // tile, tile, e), "float32")
     read = [seen.scales, seen.z, np.int64(1)]
-    undivided = _Output(nums, logs, divides=False)
-    u = _query_weights(queries, block, read, dens[..., None], undivided).reshape(-1, tile, m)
+    undivided = Output(nums, logs, divides=False)
+    u = query_weights(queries, block, read, dens[..., None], undivided).reshape(-1, tile, m)
 
     scores = device.empty((heads * n // tile, tile, tile), "float32")
     multiply(u, seen.weights.reshape(-1, tile, m), scores, transpose_b=True)
-    _launch("causal_scores", _rows(len(scores), tile), [scores, np.int32(tile), dens])
+    launch_rows("causal_scores", row_blocks(len(scores), tile), [scores, np.int32(tile), dens])
     multiply(scores, seen.values.reshape(-1, tile, e), nums)
     multiply(u, seen.kv, nums, add=True)
 
     flags = device.empty((heads, n // tile), "int32")
-    rows = out.part(block.rows)
     args = [nums, dens, logs, *keys.log_weights(block.rows), *seen.before]
-    args += [np.int64(state[1]), *_int32(n, tile, m, columns)]
-    args += [*_steps(rows.rows, 2), *_steps(rows.norms, 1), flags]
-    _launch("finish_rows", flags.size, args)
-    _redo_rejected(queries, keys, block, seen.before, flags, out)
-    return after
+    args += [np.int64(state[1]), *int32(n, tile, m, columns)]
+    args += [*array_steps(out.rows, 2), *array_steps(out.norms, 1), flags]
+    launch_rows("finish_rows", flags.size, args)
+    return Scan(after, seen, u, scores, dens, flags)
 
 
 def _redo_rejected(
-    queries: _Queries, keys: _Keys, block: Block, before: _State, flags: Array, out: _Output
+    queries: Queries, keys: Keys, block: Block, before: StateArrays, flags: Array, out: Output
 ) -> None:
     """Compute the rows of flagged tiles again, exactly."""
     heads, side = keys.tokens.heads, keys.side
@@ -331,7 +235,7 @@ def _redo_rejected(
 # Whole problems -----------------------------------------------------------------------------------
 
 
-def _lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
+def lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
     """Leading axes of arrays and maps; UnsupportedError if these kernels cannot take them."""
     for spec in specs:
         family_of(spec)
@@ -343,7 +247,7 @@ def _lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
     return lead
 
 
-def _whole(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
+def whole_array(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
     """Return an array with all leading axes, in C order."""
     inner = tuple(array.shape[array.ndim - axes :])
     if tuple(array.shape[: array.ndim - axes]) != lead:
@@ -351,61 +255,97 @@ def _whole(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
     return device.contiguous(array)
 
 
-def _state_arrays(state: State, lead: tuple[int, ...]) -> _State:
-    kvz, shifts = _whole(state.kvz, 2, lead), _whole(state.log_scale, 1, lead)
+def state_arrays(state: State, lead: tuple[int, ...]) -> StateArrays:
+    """Return the arrays of a state of all heads."""
+    kvz, shifts = whole_array(state.kvz, 2, lead), whole_array(state.log_scale, 1, lead)
     return kvz.reshape(-1, *kvz.shape[-2:]), shifts.reshape(-1, shifts.shape[-1])
 
 
-def _new_state(arrays: _State, lead: tuple[int, ...], length: int) -> State:
+def new_state(arrays: StateArrays, lead: tuple[int, ...], length: int) -> State:
+    """Return arrays of all heads as a state."""
     kvz, shifts = arrays
     return State(kvz.reshape(*lead, *kvz.shape[1:]), shifts.reshape(*lead, -1), length)
 
 
-class _Work(NamedTuple):
+def log_weights_of(problem: Problem) -> Array | None:
+    """Log weights of all keys of all heads, contiguous; None for 0."""
+    mask = problem.weights.key_mask
+    if mask is None:
+        return None
+    weights = problem.xp.where(mask[..., 0], np.float32(0), np.float32(-np.inf))
+    return whole_array(weights, 1, problem.state_lead)
+
+
+def _decay_of(problem: Problem) -> Array:
+    """Sum log decays from the first token of each tile on, (heads, n)."""
+    decay, length = problem.weights.log_decay, problem.key.shape[-2]
+    assert decay is not None
+    shape = (*problem.state_lead, length)
+    decay = device.broadcast(decay[..., 0], shape).reshape(-1, length).astype("float64")
+    found = device.empty(decay.shape, "float32")
+    tile = causal_blocks(problem)[0].tile
+    whole = length // tile * tile
+    found[:, :whole] = decay[:, :whole].reshape(-1, tile).cumsum(axis=-1).reshape(-1, whole)
+    found[:, whole:] = decay[:, whole:].cumsum(axis=-1)
+    return found
+
+
+class Work(NamedTuple):
     """A problem as the functions above take it."""
 
-    queries: _Queries
-    keys: _Keys
-    state: _State
+    queries: Queries
+    keys: Keys
+    state: StateArrays
     before: int
     """Length of the state."""
-    output: _Output
+
+    def output(self, length: int, e: int, want_log: bool) -> Output:
+        """Allocate the rows of an output."""
+        heads = self.queries.tokens.heads.total
+        norms = device.empty((heads, length), "float32") if want_log else None
+        return Output(device.empty((heads, length, e), "float32"), norms, divides=True)
 
 
-def _work_of(problem: Problem) -> _Work:
+def work_of(problem: Problem) -> Work:
+    """Prepare a problem; UnsupportedError where these kernels do not take it."""
     lead, key_lead, state = problem.lead, problem.state_lead, problem.state
     specs = problem.query_spec, problem.key_spec
     device.require(problem.exact.window is None, "exact_window is given")
     changes = problem.query_change, problem.key_change
     device.require(changes == (None, None), COORDINATES_CHANGE)
-    _lead_of(specs, problem.query, problem.key, problem.value)
+    lead_of(specs, problem.query, problem.key, problem.value)
     accumulated = str(np.dtype(problem.dtype))
     device.require(accumulated == "float32", f"sums are in {accumulated}")
-    (length, d), e = problem.query.shape[-2:], problem.value.shape[-1]
+    d, e = problem.query.shape[-1], problem.value.shape[-1]
+    decays = problem.weights.log_decay is not None
+    device.require(not decays or problem.mode == "causal", DECAYS)
     if problem.sees.is_causal:
         device.require(specs[0] is specs[1], MAPS_DIFFER)
         device.require(e <= MAX_VALUE_DIM, f"e = {e} is above {MAX_VALUE_DIM}")
         device.require(lead == key_lead, QUERIES_SHARE)
     heads, key_heads = heads_of(lead), heads_of(key_lead)
-    weights = problem.weights.key_mask
-    if weights is not None:
-        zero, hidden = np.float32(0), np.float32(-np.inf)
-        weights = _whole(problem.xp.where(weights[..., 0], zero, hidden), 1, key_lead)
-    key_side = _Side(problem.key_spec, d, key_lead)
+    weights, decay = log_weights_of(problem), _decay_of(problem) if decays else None
+    if decay is not None:
+        by_token = decay.reshape(*key_lead, -1)
+        weights = -by_token if weights is None else weights - by_token
+    key_side = Side(problem.key_spec, d, key_lead)
     if state is None:
         shape = key_heads.total, key_side.features, e + 1
         before = device.zeros(shape, "float32"), device.full(shape[:2], -math.inf, "float32")
     else:
-        before = _state_arrays(state, key_lead)
-    key, value = _Tokens(problem.key, key_heads), _Tokens(problem.value, key_heads)
-    norms = device.empty((heads.total, length), "float32") if problem.want_log else None
-    return _Work(
-        _Queries(_Side(problem.query_spec, d, lead), _Tokens(problem.query, heads)),
-        _Keys(key_side, key, value, weights),
+        before = state_arrays(state, key_lead)
+    key, value = HeadRows(problem.key, key_heads), HeadRows(problem.value, key_heads)
+    return Work(
+        Queries(Side(problem.query_spec, d, lead), HeadRows(problem.query, heads)),
+        Keys(key_side, key, value, weights, decay),
         before,
         0 if state is None else state.length,
-        _Output(device.empty((heads.total, length, e), "float32"), norms, divides=True),
     )
+
+
+def products_of(problem: Problem) -> AbstractContextManager[None]:
+    """Let products be of TF32 inside, where the caller allows it."""
+    return products.tf32() if problem.policy.tf32 else nullcontext()
 
 
 @device.or_generic
@@ -415,73 +355,100 @@ def float32_attention(problem: Problem) -> Any:
     Blocks are as long as their features fit the workspace. Products are of float32, or of TF32
     where the caller allows it; rejected causal rows are computed again on the device.
     """
-    work, walk = _work_of(problem), _causal if problem.sees.is_causal else _full
-    with products.tf32() if problem.policy.tf32 else nullcontext():
-        state = walk(problem, work)
-    rows, norms, _ = work.output
+    return solve(problem)
+
+
+def solve(
+    problem: Problem, before_blocks: list[StateArrays] | None = None
+) -> tuple[Array, State, Array | None]:
+    """Return output, last state and log normalizer.
+
+    ``before_blocks`` gets the states before the blocks of gradients; in full attention the last.
+    """
+    work, walk = work_of(problem), _causal if problem.sees.is_causal else _full
+    length, e = problem.query.shape[-2], problem.value.shape[-1]
+    out = work.output(length, e, problem.want_log)
+    with products_of(problem):
+        state = walk(problem, work, out, before_blocks)
+    rows, norms, _ = out
+    if norms is not None and work.keys.decay is not None:
+        norms += work.keys.decay
     length = work.before + problem.key.shape[-2]
     output = rows.reshape(*problem.lead, *rows.shape[1:])
     norms = None if norms is None else norms.reshape(output.shape[:-1])
-    return output, _new_state(state, problem.state_lead, length), norms
+    return output, new_state(state, problem.state_lead, length), norms
 
 
-def _causal(problem: Problem, work: _Work) -> _State:
-    state = work.state
-    for block in blocks_of(problem.key.shape[-2], tokens_of(problem), is_causal=True):
-        seen = work.before + block.rows.start
-        state = _scan_block(work.queries, work.keys, block, (state, seen), work.output)
+def _causal(
+    problem: Problem, work: Work, out: Output, before_blocks: list[StateArrays] | None
+) -> StateArrays:
+    state, blocks = work.state, gradient_blocks(problem)
+    if before_blocks is None:
+        blocks = causal_blocks(problem)
+    for block in blocks:
+        if before_blocks is not None:
+            before_blocks.append(state)
+        before = state, work.before + block.rows.start
+        scan = scan_block(work.queries, work.keys, block, before, out.part(block.rows))
+        seen = scan.keys.before
+        _redo_rejected(work.queries, work.keys, block, seen, scan.flags, out)
+        state = scan.after
     return state
 
 
-def _full(problem: Problem, work: _Work) -> _State:
+def _full(
+    problem: Problem, work: Work, out: Output, before_blocks: list[StateArrays] | None
+) -> StateArrays:
     state, tokens = work.state, tokens_of(problem)
     for block in blocks_of(problem.key.shape[-2], tokens, is_causal=False):
-        state, _ = _add_block(work.keys, block, state, is_causal=False)
+        state, _ = add_block(work.keys, block, state, is_causal=False)
+    if before_blocks is not None:
+        before_blocks.append(tuple(x.copy() for x in state))  # the caller may write over the other
     read = state
     if problem.lead != problem.state_lead:
-        read = _state_arrays(_new_state(state, problem.state_lead, 0), problem.lead)
-    kv, length = _values_of(read), problem.query.shape[-2]
+        read = state_arrays(new_state(state, problem.state_lead, 0), problem.lead)
+    kv, length = values_of(read), problem.query.shape[-2]
     for start in range(0, length, tokens):
         rows = slice(start, min(start + tokens, length))
-        _read_block(work.queries, rows, kv, read, work.output.part(rows))
+        read_rows(work.queries, rows, kv, read, out.part(rows))
     return state
 
 
 # Blocks of the driver -----------------------------------------------------------------------------
 
 
-def _keys_of(spec: Spec, tokens: Tokens, values_and_one: Array, lead: tuple[int, ...]) -> _Keys:
+def _keys_of(spec: Spec, tokens: Tokens, values_and_one: Array, lead: tuple[int, ...]) -> Keys:
     heads, weights = heads_of(lead), tokens.log_weight
-    return _Keys(
-        _Side(spec, tokens.x.shape[-1], lead),
-        _Tokens(tokens.x, heads),
-        _Tokens(values_and_one[..., :-1], heads),
-        None if weights is None else _whole(weights[..., 0], 1, lead),
+    return Keys(
+        Side(spec, tokens.x.shape[-1], lead),
+        HeadRows(tokens.x, heads),
+        HeadRows(values_and_one[..., :-1], heads),
+        None if weights is None else whole_array(weights[..., 0], 1, lead),
     )
 
 
 @device.or_generic
 def reduce_block(key_spec: Spec, tokens: Tokens, values_and_one: Array, state: State) -> Any:
     """Add a block of keys to the state, or Declined."""
-    lead = _lead_of((key_spec,), tokens.x, values_and_one[..., :-1], state.kvz)
+    lead = lead_of((key_spec,), tokens.x, values_and_one[..., :-1], state.kvz)
     keys, n = _keys_of(key_spec, tokens, values_and_one, lead), values_and_one.shape[-2]
-    after = _state_arrays(state, lead)
+    after = state_arrays(state, lead)
     for block in blocks_of(n, n, is_causal=False):
-        after, _ = _add_block(keys, block, after, is_causal=False)
-    return _new_state(after, lead, state.length + n)
+        after, _ = add_block(keys, block, after, is_causal=False)
+    return new_state(after, lead, state.length + n)
 
 
 @device.or_generic
 def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -> Any:
     """Read the state with a block of queries, or Declined."""
-    lead = _lead_of((query_spec,), tokens.x, state.kvz)
+    lead = lead_of((query_spec,), tokens.x, state.kvz)
     heads, (n, d), columns = heads_of(lead), tokens.x.shape[-2:], state.kvz.shape[-1]
-    queries = _Queries(_Side(query_spec, d, lead), _Tokens(tokens.x, heads))
-    arrays = _state_arrays(state, lead)
+    queries = Queries(Side(query_spec, d, lead), HeadRows(tokens.x, heads))
+    arrays = state_arrays(state, lead)
     num_den = device.empty((heads.total, n, columns), "float32")
     logs = device.empty((heads.total, n), "float32")
-    out = _Output(num_den, logs, divides=False)
-    _read_block(queries, slice(0, n), _values_of(arrays), arrays, out)
+    out = Output(num_den, logs, divides=False)
+    read_rows(queries, slice(0, n), values_of(arrays), arrays, out)
     return Partial(num_den.reshape(*lead, n, columns), logs.reshape(*lead, n, 1))
 
 
@@ -499,6 +466,6 @@ def divide(part: Partial, out: Array | None = None) -> Any:
     device.require(same and is_dense, "rows are converted or copied")
     heads = heads_of(tuple(lead))
     args = [*view(heads, num_den), *view(heads, to), *heads.args]
-    args += _int32(n, columns - 1)
-    _launch(f"divide_rows_{dtype}", _elements(heads.total, n * (columns - 1)), args)
+    args += int32(n, columns - 1)
+    launch_rows(f"divide_rows_{dtype}", element_blocks(heads.total, n * (columns - 1)), args)
     return to if out is None else None

@@ -21,6 +21,7 @@ MAX_VALUE_DIM = 511
 
 MAPS_DIFFER = "the maps of queries and keys differ"
 COORDINATES_CHANGE = "the map changes coordinates"
+DECAYS = "log_decay is given"
 EMPTY = "an axis has length 0"
 """Reasons for which several kernels decline."""
 
@@ -126,6 +127,7 @@ def _require_kernel(problem: Problem) -> None:
     is_whole = num_features_of(problem.query_spec, dim) == problem.num_features
     device.require(is_whole, f"the map has {problem.num_features} features of {dim} coordinates")
     device.require(value_dim <= MAX_VALUE_DIM, f"e = {value_dim} is above {MAX_VALUE_DIM}")
+    device.require(problem.weights.log_decay is None, DECAYS)
     device.require(not problem.want_log, "the log normalizer is asked for")
     device.require(problem.lead == problem.state_lead, "heads of queries share a state")
     device.require(0 not in problem.lead, EMPTY)

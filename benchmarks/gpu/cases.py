@@ -90,6 +90,8 @@ class Case:
             return "decode"
         if self.dtype in ("float16", "bfloat16"):
             return "causal_rows" if self.is_causal else "read_states"
+        if self.operation == "gradient":
+            return "pull_weights"
         if self.is_causal and self.one_key_head:
             return None  # left to generic code: queries that share a state
         return "finish_rows" if self.is_causal else "query_weights"

@@ -89,7 +89,7 @@ class CupyLibrary:
     def __init__(self, poisoned: int = 2**28) -> None:
         import cupy
 
-        from linattn_cupy import device, gradients
+        from linattn_cupy import device, gradients, state_vjps
 
         self._cupy: Any = cupy
         self._poisoned = poisoned
@@ -116,7 +116,8 @@ class CupyLibrary:
             return Declined(reason)
 
         device.launch = note  # type: ignore[assignment]
-        gradients.Declined = note_declined  # type: ignore[assignment, attr-defined]
+        for module in (gradients, state_vjps):
+            module.Declined = note_declined  # type: ignore[attr-defined]
         # Else results of generic code would be taken for those of a kernel.
         warnings.filterwarnings("error", message="linattn's CUDA kernels are not used")
 

@@ -66,14 +66,14 @@ def feature_map_of(name: str, dim: int, features: int) -> Any:
     return {"elu": EluFeatures, "relu": ReluFeatures}[name]()
 
 
-def _map_of(case: Case) -> Any:
+def map_of(case: Case) -> Any:
     if case.per_head:
         rows = np.random.default_rng(0).standard_normal((*case.lead, case.features, case.dim))
         return PositiveFeatures.from_projection(rows)
     return feature_map_of(case.feature_map, case.dim, case.features)
 
 
-def _formula_of(case: Case, phi: Any) -> formulas.Formula:
+def formula_of(case: Case, phi: Any) -> formulas.Formula:
     """Return the formula of a map, its rows in the precision in which kernels have them."""
     if case.feature_map in ("elu", "relu"):
         return formulas.Formula(case.feature_map)
@@ -103,7 +103,7 @@ def row_error(got: Floats, wanted: Floats) -> float:
 
 def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
     """Run a case twice and compare, with what is wanted and bitwise with each other."""
-    phi, host = _map_of(case), host_inputs(case)
+    phi, host = map_of(case), host_inputs(case)
     inputs = Inputs(*(_on_device(library, case, array) for array in host))
     runs, seconds = [], 0.0
     library.launches.clear()
@@ -117,7 +117,7 @@ def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
         seconds = time.perf_counter() - begun
     kernels = sorted(set(library.launches))
     with np.errstate(all="ignore"):
-        wanted = _wanted(case, _formula_of(case, phi), host)
+        wanted = _wanted(case, formula_of(case, phi), host)
         pairs = {name: _pair(case, name, runs[0], wanted) for name in wanted}
         errors = {name: relative_error(*pair) for name, pair in pairs.items()}
         rows = {name: row_error(*pair) for name, pair in pairs.items()}
@@ -144,7 +144,7 @@ def run_on(library: CupyLibrary, case: Case) -> Results:
     """Make the calls of a case; return all that comes out, by name."""
     inputs = Inputs(*(_on_device(library, case, array) for array in host_inputs(case)))
     with precision(case):
-        return run(case, _map_of(case), inputs)
+        return run(case, map_of(case), inputs)
 
 
 def _on_device(library: CupyLibrary, case: Case, array: Any) -> Any:

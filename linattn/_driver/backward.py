@@ -56,7 +56,8 @@ def checkpoints_for(problem: Problem) -> Checkpoints | None:
         return None
     home = home_of(problem.query)
     xp = problem.xp if home is None else home.namespace
-    return None if _dispatch.find("scan_vjp", xp) is None else Checkpoints(xp)
+    pulled = any(_dispatch.find(name, xp) for name in ("scan_vjp", "attention_pullback"))
+    return Checkpoints(xp) if pulled else None
 
 
 def state_cotangent(grad_state: Any, log_scale: Array, problem: Problem) -> State | None:
@@ -124,11 +125,16 @@ def _pull(
         return _pull_packed(problem, cotangent, checkpoints)
     if problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
         return _pull_heads(problem, cotangent)
-    # No backend pulls back an exact window.
-    by_blocks = problem.mode == "window"
+    pullback = None if checkpoints is None else checkpoints.pullback
+    if pullback is not None:
+        answer: Any = pullback(cotangent)
+        if not _dispatch.is_declined(answer):
+            return Gradients(*answer)
+    # No backend pulls back an exact window; what a pullback declined, another would decline.
+    by_blocks = problem.mode == "window" or pullback is not None
     whole = None if by_blocks else _dispatch.whole_function("attention_vjp", problem)
     if whole is not None:
-        answer: Any = whole(problem, cotangent)
+        answer = whole(problem, cotangent)
         if not _dispatch.is_declined(answer):
             return Gradients(*answer)
 

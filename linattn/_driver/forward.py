@@ -207,9 +207,15 @@ def _solve_tasks(
     place: Array | None = None,
 ) -> _Solved:
     """Solve a problem, with its output in a place that may be given."""
+    if checkpoints is not None and _dispatch.find("attention_pullback", problem.xp) is not None:
+        pulled: Any = _dispatch.whole_function("attention_pullback", problem)
+        answer = None if pulled is None else pulled(problem)
+        if answer is not None and not _dispatch.is_declined(answer):
+            *solved, checkpoints.pullback = answer
+            return _Solved(*solved)
     whole = _dispatch.whole_function("attention", problem)
     if whole is not None:
-        answer: Any = whole(problem)
+        answer = whole(problem)
         if not _dispatch.is_declined(answer):
             return _Solved(*answer)
 

@@ -283,6 +283,8 @@ class Checkpoints:
 
     last: State | None = None
     """State of all keys in full attention; None for causal attention."""
+    pullback: Callable[[Cotangent], Any] | None = None
+    """A backend's, which reuses its own forward pass, in place of states."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp

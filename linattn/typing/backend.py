@@ -81,6 +81,17 @@ class WholeTier(Protocol):
         ...
 
     @staticmethod
+    def attention_pullback(
+        problem: Problem,
+    ) -> tuple[Array, State | None, Array | None, Callable[[Cotangent], Any]] | Declined:
+        """Compute what ``attention`` does, and a pullback that reuses the forward pass.
+
+        The pullback returns what ``attention_vjp`` does, or declines. The caller may write over the
+        results before it runs.
+        """
+        ...
+
+    @staticmethod
     def attention_vjp(problem: Problem, cotangent: Cotangent) -> tuple[Array, ...] | Declined:
         """Gradients by query, key, value and the ``kvz`` of the initial state, None without one.
 

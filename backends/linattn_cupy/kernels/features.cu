@@ -10,47 +10,13 @@
 // elements, of heads and of rows. `spec_heads` is 1 or the number of heads. Option: WARPS.
 #include "device.cuh"
 #include "common.cuh"
-
-#define ROWS(name) i64 name##_head, i64 name##_row
+#include "rows.cuh"
 
 namespace {
 
-constexpr int THREADS = WARPS * WARP;
 // Loads that a lane has in flight: logits that are read, or replaced, rows whose squares are summed, elements
 // that are copied. A multiprocessor must have about 20 KB under way, and may have two blocks only.
 constexpr int ROWS_AT_ONCE = 16, WEIGHTS_AT_ONCE = 8, SQUARES_AT_ONCE = 8, COPIES_AT_ONCE = 8;
-
-// Elements of the rows of one head, (n, width), that a block takes. Divisions of 64 bits are many
-// instructions: a thread makes them once.
-struct Elements {
-    i64 head;
-    i64 first;  // the block's first element in its head
-    i64 token;  // its row
-    u32 column;
-    int count;
-
-    __device__ __forceinline__ Elements(int n, int width, int most) {
-        const i64 size = static_cast<i64>(n) * width;
-        const u32 blocks = static_cast<u32>((size + most - 1) / most);
-        head = blockIdx.x / blocks;
-        first = static_cast<i64>(blockIdx.x % blocks) * most;
-        token = first / width;
-        column = static_cast<u32>(first - token * width);
-        count = static_cast<int>(min(size - first, static_cast<i64>(most)));
-    }
-};
-
-// The row of a head that a warp takes, where a head has n of them.
-struct WarpRow {
-    i64 head;
-    int row;
-
-    __device__ __forceinline__ explicit WarpRow(int n) {
-        const u32 blocks = (static_cast<u32>(n) + WARPS - 1) / WARPS;
-        head = blockIdx.x / blocks;
-        row = static_cast<int>(blockIdx.x % blocks * WARPS + threadIdx.x / WARP);
-    }
-};
 
 // -curvature |x|^2 / 2 from the sums of squares of the lanes of a warp. A square that overflows becomes NaN: its
 // features are not known to be zero.
@@ -203,11 +169,13 @@ KERNEL __launch_bounds__(THREADS)
 }
 
 // Weights of keys, and of each tile the scale c_k and the sum of its weights, both (heads, tiles, m).
-// `shifts`, (heads, m): those of the state before the block. A block takes a tile.
+// `shifts`, (heads, m): those of the state before the block. `fades`, (heads, n), or null: the last of each tile is
+// the log of a factor on the state after it. A block takes a tile.
 KERNEL __launch_bounds__(THREADS, 4)
     key_weights(float* __restrict__ u, const float* __restrict__ terms, const float* __restrict__ col, i64 spec_heads,
                 const float* __restrict__ tops, const float* __restrict__ shifts, int n, int tile, int m,
-                int is_causal, float* scales, float* __restrict__ sums) {
+                int is_causal, const float* __restrict__ fades, i64 fades_head, float* scales,
+                float* __restrict__ sums) {
     __shared__ float numbers[WARPS][WARP];
     const int tiles = n / tile, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const i64 head = blockIdx.x / tiles;
@@ -221,6 +189,7 @@ KERNEL __launch_bounds__(THREADS, 4)
         float top = shifts[head * m + r];
 #pragma unroll 4
         for (int k = 0; k <= last; ++k) {
+            top += k == 0 || fades == nullptr ? 0.0f : fades[head * fades_head + static_cast<i64>(k) * tile - 1];
             top = fmaxf(top, tops[static_cast<i64>(k) * m + r]);
         }
         scales[r] = top;
@@ -257,11 +226,11 @@ KERNEL __launch_bounds__(THREADS, 4)
 // From the state before a block, (heads, m, columns), to the one after it. `kv`, (heads, tiles, m, columns - 1),
 // and `z`, (heads, tiles, m), are sums over the tiles. With `before` they become what the queries of each tile
 // read, the state before it on the tile's scale, and `before` and `before_shifts` get that state on its own.
-// A thread takes an entry.
+// `fades` as above. A thread takes an entry.
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
-               int tiles, int m, int columns, float* __restrict__ kv, float* __restrict__ z,
-               float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
+               int tiles, int m, int columns, const float* __restrict__ fades, i64 fades_head, int tile,
+               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
                float* __restrict__ after_shifts) {
     constexpr int AT_ONCE = 4;
     const Elements part(m, columns, THREADS);
@@ -301,6 +270,9 @@ KERNEL __launch_bounds__(THREADS)
             }
             entry += added[k];
             shift = scale[k];
+            if (fades != nullptr) {
+                shift += fades[head * fades_head + static_cast<i64>(first + k + 1) * tile - 1];
+            }
         }
     }
     after[i] = entry;

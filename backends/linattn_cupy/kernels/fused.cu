@@ -26,7 +26,7 @@ constexpr int GROUP = M % 32 == 0 ? 32 : 16;  // features that a query reads at 
 // Whether a strip of queries stays in registers, which wider ones do not fit.
 constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
 // How many warps read a causal strip of queries, each by its share of the features.
-constexpr int FEATURE_SPLIT = WARPS * 16 > T ? WARPS * 16 / T : 1;
+constexpr int FEATURE_SPLIT = PART == 2 && WARPS * 16 > T ? WARPS * 16 / T : 1;
 
 static_assert(FEATURE_SPLIT == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * TS * 2, "parts are merged where phi lies");
 static_assert(M % (GROUP * FEATURE_SPLIT) == 0 && FEATURE_SPLIT <= 2, "a warp reads whole groups");
@@ -108,7 +108,13 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
                                               u32 (&q)[KEEP_QUERIES ? D / 16 : 1][4], const Shared& s,
                                               const u16* queries, int strip, int feature) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    float log[GROUP / 8][4] = {};
+    float log[GROUP / 8][4];
+#pragma unroll
+    for (int n = 0; n < GROUP / 8; ++n) {
+        const float2 bias = *reinterpret_cast<const float2*>(s.bias + feature + n * 8 + t * 2);
+        log[n][0] = log[n][2] = bias.x;
+        log[n][1] = log[n][3] = bias.y;
+    }
     if (MAP == 0) {
 #pragma unroll
         for (int k = 0; k < D / 16; ++k) {
@@ -131,7 +137,6 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
-            log[n][i] += s.bias[r];
             if (MAP != 0) {
                 log[n][i] += log_activation(MAP, input_to_float(queries[row * DS + r]));
             }
@@ -166,7 +171,7 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float* row = log[n] + half * 2;
-            a[n / 2][n % 2 * 2 + half] = pack_bf16(exp_less(row[0], shift[half]), exp_less(row[1], shift[half]));
+            a[n / 2][n % 2 * 2 + half] = pack_bf16(weight_less(row[0], shift[half]), weight_less(row[1], shift[half]));
         }
     }
 }
@@ -515,7 +520,7 @@ KERNEL scan_states(const float* __restrict__ kvz, const float* __restrict__ shif
 #elif PART == 1
 
 // Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
-KERNEL __launch_bounds__(THREADS, 1)
+KERNEL __launch_bounds__(THREADS, 2)
     read_states(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ projection,
                 const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
                 const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,

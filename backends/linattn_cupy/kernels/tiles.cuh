@@ -63,6 +63,11 @@ __device__ __forceinline__ float exp_less(float log, float shift) {
     return fast_exp2((log - shift) * LOG2E);
 }
 
+// The same of a weight. Not of factors, which must be 1 where nothing changes: they are taken tile after tile.
+__device__ __forceinline__ float weight_less(float log, float shift) {
+    return fast_exp2(fmaf(log, LOG2E, -shift * LOG2E));
+}
+
 __device__ __forceinline__ float activation(float x) {
     if (MAP == 1) {
         return x > 0.0f ? x + 1.0f : fast_exp2(x * LOG2E);
@@ -263,7 +268,18 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
     for (int first = 0; first < STRIPS; first += TOGETHER) {
         const int first_feature = (threadIdx.x / WARP * STRIPS + first) * 16;
         float(*kv)[E / 8][4] = state.kv + first;
-        float log[TOGETHER][T / 8][4] = {};
+        float log[TOGETHER][T / 8][4];
+#pragma unroll
+        for (int strip = 0; strip < TOGETHER; ++strip) {
+            const float col[2] = {s.col[first_feature + strip * 16 + g], s.col[first_feature + strip * 16 + 8 + g]};
+#pragma unroll
+            for (int n = 0; n < T / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    log[strip][n][i] = BY_LOGS ? col[i / 2] + s.rows[n * 8 + t * 2 + i % 2] : 0.0f;
+                }
+            }
+        }
         u32 x[T / 16][4];
         if (MAP == 0) {
 #pragma unroll 2
@@ -299,7 +315,6 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                     for (int i = 0; i < 4; ++i) {
                         const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
                         float& l = log[strip][n][i];
-                        l += s.col[r] + s.rows[token];
                         if (MAP != 0) {
                             l += log_activation(MAP, input_to_float(tokens[token * DS + r]));
                         }
@@ -316,10 +331,12 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                 shift[strip][half] = finite_shift(top[strip][half]);
                 const float factor = exp_less(before[half], shift[strip][half]);
                 rescaled[strip][half] = s.sums[r] * factor;
+                if (warp_any(factor != 1.0f)) {
 #pragma unroll
-                for (int n = 0; n < E / 8; ++n) {
-                    kv[strip][n][half * 2] *= factor;
-                    kv[strip][n][half * 2 + 1] *= factor;
+                    for (int n = 0; n < E / 8; ++n) {
+                        kv[strip][n][half * 2] *= factor;
+                        kv[strip][n][half * 2 + 1] *= factor;
+                    }
                 }
                 if (READ) {
                     u32* row = reinterpret_cast<u32*>(s.state + r * ES);
@@ -353,7 +370,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                     float phi[2];
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        phi[j] = BY_LOGS ? exp_less(log[strip][n][half * 2 + j], shift[strip][half])
+                        phi[j] = BY_LOGS ? weight_less(log[strip][n][half * 2 + j], shift[strip][half])
                                          : scaled_activation(j == 0 ? low_input(x[k][i]) : high_input(x[k][i]),
                                                              less_col[half], factors[half]);
                     }
@@ -362,7 +379,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                         z[strip][half] +=
                             low_bf16(word) * scalars[n * 8 + t * 2] + high_bf16(word) * scalars[n * 8 + t * 2 + 1];
                     } else {
-                        z[strip][half] += low_bf16(word) + high_bf16(word);
+                        z[strip][half] += phi[0] + phi[1];
                     }
                     if (READ) {
                         const int r = first_feature + strip * 16 + half * 8 + g;
