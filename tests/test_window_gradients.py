@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,8 +110,8 @@ def test_gradients_beside_every_rule_are_those_of_the_dense_formula(rule, window
     for i, (point, gradient) in enumerate(zip(points, found, strict=True)):
         direction = rng.standard_normal(np.shape(point))
         moved = np.asarray(point) + 1e-30j * direction
-        at = [moved if i == j else x for j, x in enumerate(arrays)]
-        more = {"log_decay": moved} if i == 3 else {}
-        want = dense_oracle.evaluate(*at, phi, **options | more).output
+        query, key, value = (moved if i == j else x for j, x in enumerate(arrays))
+        given = options | ({"log_decay": moved} if i == 3 else {})
+        want = dense_oracle.evaluate(query, key, value, phi, **given).output
         want = 1e30 * np.imag((cotangent * want).sum())
         assert_allclose((gradient * direction).sum(), want, rtol=1e-10, atol=1e-10)
