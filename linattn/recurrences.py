@@ -255,6 +255,14 @@ def linear_recurrence_vjp(
 ) -> tuple[ArrayT, Pullback]: ...
 
 
+def _of_product(problem: Any, gradient: Array, given: dict[str, Any]) -> dict[str, Array]:
+    """Gradients of ``beta`` and ``erase_key``, of which only the product is in the rule."""
+    rates, key = given["beta"], given["erase_key"]
+    rates = rates if rates.ndim == given["key"].ndim else rates[..., None]
+    rates, key = (problem.xp.astype(x, problem.dtype) for x in (rates, key))
+    return {"beta": gradient * key, "erase_key": gradient * rates}
+
+
 @overload
 def linear_recurrence_vjp(
     query: ArrayT,
@@ -402,17 +410,13 @@ def linear_recurrence_vjp(
         _checks.check_cotangent(
             "grad_output", grad_output, "output", tuple(output.shape), problem.query
         )
-        if grad_state is not None and not return_state:
-            raise ValueError("grad_state must be None without return_state=True, got an array")
         count = 0 if return_states_every is None else len(results[-1])
-        _check_grad_states(grad_state, grad_states, states[-1], count)
+        last = states[-1] if return_state else None
+        _check_grad_states(grad_state, grad_states, states[-1], last, count)
         found = pull_back_parts(parts, before, grad_output, grad_state, grad_states or ())
         gradients = dict(zip((*problem.TOKENS, "initial_state"), found, strict=True))
         if update_rule == "dplr" and beta is not None:
-            rates = beta if beta.ndim == key.ndim else beta[..., None]
-            of_product = gradients["erase_key"]
-            wide = [problem.xp.astype(x, problem.dtype) for x in (erase_key, rates)]
-            gradients["beta"], gradients["erase_key"] = (of_product * x for x in wide)
+            gradients |= _of_product(problem, gradients["erase_key"], arguments)
         return tuple(
             _like_argument(name, gradients[name], argument, mask, key.ndim)
             for name, argument in arguments.items()
@@ -422,8 +426,12 @@ def linear_recurrence_vjp(
     return results, pullback
 
 
-def _check_grad_states(grad_state: Any, grad_states: Any, state: Array, count: int) -> None:
-    """Check the gradients of the last state, and of as many states on the way."""
+def _check_grad_states(
+    grad_state: Any, grad_states: Any, state: Array, last: Array | None, count: int
+) -> None:
+    """Check the gradients of the last state, if it was returned, and of states on the way."""
+    if grad_state is not None and last is None:
+        raise ValueError("grad_state must be None without return_state=True, got an array")
     if grad_states is not None and len(grad_states) != count:
         raise ValueError(
             f"grad_states must have an array or None for each of the {count} states of "

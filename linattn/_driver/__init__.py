@@ -1,8 +1,8 @@
 """The driver: what lies between a caller's arrays and the blocks that a backend computes.
 
-Every mode is an answer to *which keys does a query read by the map*: so many first keys, and all
-from some key on (`stops`); what lies between is exact, pair by pair. A module imports only some of
-those below it::
+Every mode is an answer to *which keys does a query read by the map*: the keys before a first
+border, and those from a second one on (`stops`); what lies between is exact, pair by pair. A
+module imports only some of those below it::
 
     backward                gradients of a problem             forward: a problem, solved
       pair_vjps             exact pairs, pulled back           traced: loops that JAX compiles
@@ -10,7 +10,7 @@ those below it::
         gradient_rows       where gradients go, checkpoints    packed: sequences as problems
           runner            lines, pairs, or both, a task
             window          near pairs, far keys by lines
-            short_runs      many short lines at once           sinks: exact first keys
+            short_runs      many short lines, one block        sinks: exact first keys
             clusters        chosen clusters                    softmax: runs of keys
               lines         one state, and who reads it        problem: checked and described
               causal_blocks accepted or redone                 pairs: what a query block reads

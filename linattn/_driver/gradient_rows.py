@@ -1,6 +1,6 @@
 """Gradients that several tasks write, the arguments of a pullback, and checkpoints.
 
-`GradientRows` collects one argument's gradient, and `Total` that of a task in several parts.
+`GradientRows` collects one argument's gradient, and `Total` a task's gradient in several parts.
 `Pullback` has all that one task needs. `Checkpoints` has the states that a forward pass stored;
 `states_before` of `steps` makes the others again.
 """

@@ -41,7 +41,7 @@ MAX_ROWS = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
 
 MIN_RUN = 9
-"""As that of `steps`: below it positions cost less than small steps, in divide and conquer too."""
+"""As in `steps`: below it positions cost less than small steps, in divide and conquer too."""
 
 
 def pull_linear(pull: Pullback, checkpoints: Checkpoints | None) -> Iterator[State]:

@@ -131,7 +131,7 @@ class Line(NamedTuple):
         return Partial(part.num_den, part.log + top)
 
     def scan(self, step: Step, state: State) -> tuple[Partial, State]:
-        """Compute the causal block of a step; rows may have a decay beyond that of its keys."""
+        """Compute the causal block of a step; rows may decay further than its keys."""
         problem = self.in_order()
         part, after = causal_block(problem, self.functions, *self.block(step), state)
         part = step.queries_of_part(part)
@@ -171,20 +171,23 @@ class Line(NamedTuple):
         return weighed(tokens, decay_until(decay))
 
     def faded(self, keys: slice, state: State) -> State:
-        """Return a state, or an adjoint, decayed over the time of some keys."""
+        """Return a state, or an adjoint, decayed over the time of some keys.
+
+        In the line from the end all tokens of a head have one decay.
+        """
         if self.problem.weights.log_decay is None:
             return state
         return fade(state, total_decay(self.problem, keys)[..., None])
 
     def log_weight(self, step: Step) -> Array:
-        """Log weight of each row of a step beyond its reads, ``(..., n, 1)``, or None for 0."""
+        """Log weight to add to what rows of a step read, ``(..., n, 1)``, or None for 0."""
         decay = self.elapsed(step)
         if decay is None or self.bias is None:
             return self.bias if decay is None else decay
         return decay + self.bias
 
     def elapsed(self, step: Step) -> Array:
-        """Log decay between each query and the last key that it has read; None without one."""
+        """Log decay between a query and the last key in what it reads; None where all are 0."""
         if self.problem.weights.log_decay is None:
             return None
         place = np.arange(step.queries.start, step.queries.stop) + self.problem.sees.query_start

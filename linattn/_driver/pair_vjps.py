@@ -70,23 +70,23 @@ def pull_parts(pull: Pullback) -> Iterator[State]:
         yield from pull_lines(pull, numbers)
         return
     # Near keys are weighed in the coordinates of the caller.
-    plain = pull._replace(problem=problem.replace(query_change=None, key_change=None))
+    unchanged = pull._replace(problem=problem.replace(query_change=None, key_change=None))
     stops = stops_of(problem)
     for rows, keys in _near_pairs(problem, pull.block_size):
-        _pull_near(plain, stops, rows, keys, numbers)
+        _pull_near(unchanged, stops, rows, keys, numbers)
     if not problem.exact.sinks:
         yield from pull_lines(pull, numbers)
         return
     sinks = Sinks.of(problem)
     for rows in block_slices(problem.query.shape[-2], min(pull.block_size, MAX_ROWS)):
-        _pull_pair(plain, rows, sinks.keys, numbers, sinks.visible(rows), sinks.bias(rows))
+        _pull_pair(unchanged, rows, sinks.keys, numbers, sinks.visible(rows), sinks.bias(rows))
     if pull.cotangent.state is not None:
         _pull_sinks_of_state(pull, sinks.keys)
     yield from pull_lines(pull._replace(problem=without_sinks(problem)), numbers)
 
 
 def _near_pairs(problem: Problem, block_size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield queries, and keys of which some are near to them; none of the keys is a sink."""
+    """Yield queries with keys that may be near to them; none of the keys is a sink."""
     w, start, length = problem.exact.window, problem.sees.query_start, problem.query.shape[-2]
     assert w is not None
     tile = w * -(-MIN_TILE // w)

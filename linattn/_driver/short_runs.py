@@ -24,6 +24,9 @@ from linattn._driver.lines import Line
 from linattn._driver.stops import Integers
 from linattn.typing import Array, Partial
 
+MOST = np.iinfo(np.int64).max
+"""Number of no token."""
+
 
 class ShortRun(NamedTuple):
     """Numbers of keys and of queries in the order of a line, and how many keys each query reads."""
@@ -41,7 +44,8 @@ def read_short_runs(line: Line, runs: list[ShortRun]) -> list[Partial]:
     """
     problem, xp = line.problem, line.problem.xp
     size = max(len(run.keys) + len(run.queries) for run in runs)
-    keys, queries = np.zeros((2, len(runs), size), np.int64)
+    firsts = (np.concatenate([run[side] for run in runs]).min(initial=MOST) for side in (0, 1))
+    keys, queries = (np.full((len(runs), size), first % MOST) for first in firsts)
     is_key = np.zeros((len(runs), size), bool)
     places = []
     for i, run in enumerate(runs):

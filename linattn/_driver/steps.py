@@ -126,22 +126,18 @@ def steps_of(
     stops: Places,
     num_keys: int,
     block_size: int,
-    *,
-    first_key: int = 0,
-    first_query: int = 0,
     min_run: int = MIN_RUN,
 ) -> Iterator[Step]:
     """Yield steps through keys and queries, each of at most ``block_size``.
 
-    ``stops``: how many first keys each query sees, ``first_key`` or more of them: those before it
-    are in the state. The last step adds the last of ``num_keys`` keys.
+    ``stops``: how many first keys each query sees. The last steps add the keys that none sees.
     """
     # Queries that see the same keys: the first of each such run, and keys and queries of it.
     firsts = np.flatnonzero(np.diff(stops, prepend=-1))
-    added = np.diff(stops[firsts], prepend=first_key)
+    added = np.diff(stops[firsts], prepend=0)
     readers = np.diff(firsts, append=len(stops))
-    key, query = first_key, first_query
-    for keys, queries in _pieces(added, readers, min_run):
+    key = query = 0
+    for keys, queries in _parts(added, readers, min_run):
         steps = _together if isinstance(keys, np.ndarray) else _alone
         for step in steps(keys, queries, block_size):
             yield _moved(step, key, query)
@@ -150,27 +146,27 @@ def steps_of(
         yield _moved(Step(rows, slice(0, 0)), key, query)
 
 
-def _pieces(added: Places, readers: Places, min_run: int) -> list[tuple[Any, Any]]:
+def _parts(added: Places, readers: Places, min_run: int) -> list[tuple[Any, Any]]:
     """Cut runs of keys and queries into numbers, for steps alone, and arrays of short runs.
 
     ``added``, ``readers``: lengths of the runs; run i of keys comes before run i of queries.
     """
-    pieces: list[tuple[Any, Any]] = []
+    parts: list[tuple[Any, Any]] = []
     run = 0
     for i in np.flatnonzero((added >= min_run) | (readers >= min_run) | (added == 0)).tolist():
         keys, queries = int(added[i]), int(readers[i])
         if keys >= min_run > queries:
             # The last of the keys goes along with the queries.
-            pieces += [(added[run:i], readers[run:i]), (keys - 1, 0)]
+            parts += [(added[run:i], readers[run:i]), (keys - 1, 0)]
             added[i], run = 1, i
         elif queries >= min_run > keys > 0:
             readers[i] = 1
-            pieces += [(added[run : i + 1], readers[run : i + 1]), (0, queries - 1)]
+            parts += [(added[run : i + 1], readers[run : i + 1]), (0, queries - 1)]
             run = i + 1
         else:
-            pieces += [(added[run:i], readers[run:i]), (keys, queries)]
+            parts += [(added[run:i], readers[run:i]), (keys, queries)]
             run = i + 1
-    return [*pieces, (added[run:], readers[run:])]
+    return [*parts, (added[run:], readers[run:])]
 
 
 def _alone(keys: int, queries: int, block_size: int) -> Iterator[Step]:

@@ -1,8 +1,8 @@
 """What each query reads by the map: how many first keys, and from which key on.
 
-`stops_of` is the answer of every mode to "which keys": a line reads the first keys, a line from the
-end the last ones, and what lies between is exact (`pairs`) or seen by neither. An exact window of w
-tokens leaves out the blocks of w beside the query's own: their borders are the two numbers.
+A line reads the first keys, a line from the end the last ones, and what lies between is exact
+(`pairs`) or seen by neither. An exact window of w tokens leaves out the query's own block of w and
+the blocks beside it: their borders are the two numbers. Modes of one line have no more than stops.
 `runner`, `window` and `linear_vjps` make lines of them.
 """
 
@@ -25,7 +25,7 @@ class OfRows(NamedTuple):
     left: Integers
     """A query reads the first keys, before this one."""
     right: Integers
-    """It reads the keys from this one on, up to `end`."""
+    """It reads the keys from this one on, up to `end`: none where that comes first."""
     end: Integers
     """It sees no key from this one on."""
 
@@ -43,7 +43,7 @@ class Stops(NamedTuple):
     key_stop: Any
 
     def of(self, rows: slice) -> OfRows:
-        """Return the numbers of some queries; not those of all are held at once."""
+        """Return the numbers of some queries, so that no array has the length of all."""
         place = np.arange(rows.start, rows.stop) + self.start
         if self.key_stop is not None:
             end = self.key_stop[rows]
@@ -61,17 +61,17 @@ class Stops(NamedTuple):
         """Yield runs of queries that read keys from `right` on, and a key between for each run.
 
         Every query of a run reads the keys from `right` to that key, its pivot, and on to `end`.
-        Two lines do so, one from the pivot backwards and one forwards: no key is in two runs.
+        Two lines do so, from the pivot back and on; in each direction no key is in two runs.
         """
         if self.key_stop is None:
             if self.ahead and self.length and self.of(slice(0, 1)).right[0] < self.num_keys:
                 yield slice(0, self.length), self.num_keys
             return
         _, right, end = self.of(slice(0, self.length))
-        far = np.flatnonzero(right < end)
+        beyond = np.flatnonzero(right < end)
         row = 0
-        while len(far) and row <= far[-1]:
-            row = int(far[np.searchsorted(far, row)])
+        while len(beyond) and row <= beyond[-1]:
+            row = int(beyond[np.searchsorted(beyond, row)])
             pivot = int(end[row])
             stop = int(np.searchsorted(right, pivot, side="right"))
             yield slice(row, stop), pivot

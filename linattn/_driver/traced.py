@@ -396,7 +396,7 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
         left, sides = Reader(window.line(0), _state(sums, 0), 0), []
         if after:
             line = window.line(-1, reverse=True)
-            sides = [Side(rows, window.stops, line, _state(after, 0), left)]
+            sides = [Side(rows, window.stops, line, _state(after, 0), 0, left)]
         part = window.read_states(rows, left, sides, None)
         last = [None if x is None else x[..., -w:, :] for x in tokens]
         return (tuple(left.state[:2]), last), _pair(part)

@@ -126,8 +126,10 @@ class Side(NamedTuple):
     """From the pivot to the near keys."""
     state: State
     """Keys before the pivot that all of the rows read."""
+    pivot: int
+    """The key from which a line goes back, and another one on."""
     beyond: Reader
-    """Keys from the pivot on."""
+    """Keys from the pivot on, those read by earlier queries of the run too."""
 
     def read(self, block_size: int) -> Partial:
         """Read all of these keys."""
@@ -135,7 +137,7 @@ class Side(NamedTuple):
         keys, stops = slice(int(right[0]), int(right[-1])), (right[-1] - right)[::-1]
         steps = self.line.steps(stops, block_size, keys=keys, queries=self.rows)
         part, _ = _read(self.line, steps, self.state)
-        if end[-1] == self.beyond.key:
+        if end[-1] == self.pivot:
             return part
         return _generic.combine(part, self.beyond.read(self.rows, end, block_size))
 
@@ -208,7 +210,7 @@ class Window(NamedTuple):
     # How queries are cut
 
     def groups(self) -> Iterator[tuple[slice, list[Side]]]:
-        """Cut the queries into groups; yield each with those of it that read keys to the right."""
+        """Cut the queries into groups; yield each with its runs that read keys to the right."""
         rows = list(self._cut(slice(0, self.problem.query.shape[-2])))
         runs = [(list(self._cut(run)), pivot) for run, pivot in self.stops.runs_ahead()]
         sides = chain.from_iterable(self._sides(*run) for run in runs)
@@ -245,7 +247,7 @@ class Window(NamedTuple):
         for (rows, _), state in states_before(
             items, first, lambda item, state: add(item[1], state)
         ):
-            yield Side(rows, self.stops, line, state, beyond)
+            yield Side(rows, self.stops, line, state, pivot, beyond)
 
     def takes_states(self, rows: slice, sides: list[Side]) -> bool:
         """Whether each block of a group reads one state to its left, and one to its right."""
@@ -256,7 +258,7 @@ class Window(NamedTuple):
         left, _, end = self.stops.of(rows)
         is_one = [side.rows for side in sides] in ([], [rows])
         regular = bool((left == np.minimum(borders, self.problem.key.shape[-2])).all())
-        return regular and is_one and (not sides or bool((end == sides[0].beyond.key).all()))
+        return regular and is_one and (not sides or bool((end == sides[0].pivot).all()))
 
     # By lines
 
@@ -275,14 +277,14 @@ class Window(NamedTuple):
         return _generic.combine(part, _joined(parts))
 
     def _read_sides(self, sides: list[Side]) -> Iterator[Partial]:
-        """Read what some runs of queries see to the right; many short ones at once."""
+        """Read what some runs of queries see to the right; many short ones in one block."""
         if len(sides) <= MAX_APART or self.problem.policy.lazy or self.in_place:
             yield from (side.read(self.group_size) for side in sides)
             return
         before, after = [], []
         for side in sides:
             _, right, end = self.stops.of(side.rows)
-            pivot, rows = side.beyond.key, np.arange(side.rows.start, side.rows.stop)
+            pivot, rows = side.pivot, np.arange(side.rows.start, side.rows.stop)
             keys = np.arange(right[0], pivot)
             before.append(ShortRun(keys[::-1], rows[::-1], (pivot - right)[::-1]))
             after.append(ShortRun(np.arange(pivot, end[-1]), rows, end - pivot))
@@ -300,7 +302,7 @@ class Window(NamedTuple):
         """Read near pairs only."""
         near, query, front = self._near(rows, tile)
         part = near.read(self.blocked, self.functions, query, None)
-        return _own(self.problem, flat_rows(part, rows.stop - rows.start, front))
+        return _copied(self.problem, flat_rows(part, rows.stop - rows.start, front))
 
     def _near(self, rows: slice, tile: int) -> tuple[_Near, Tokens, int]:
         """Return near keys of some queries, these in tiles, and the rows of padding before them."""
@@ -362,7 +364,7 @@ class Window(NamedTuple):
     ) -> Partial:
         """Read near pairs, and states of all others on an axis of blocks."""
         near, query, front = self._near(rows, self.size)
-        reads = self._far(rows, near.keys, left, sides)
+        reads = self._far_keys(rows, near.keys, left, sides)
         sources: list[Source] = [near, *reads]
         if clusters is not None:
             flat = raw_tokens(self.problem, "query", rows, self.start)
@@ -371,7 +373,7 @@ class Window(NamedTuple):
         assert part is not None
         return flat_rows(part, rows.stop - rows.start, front)
 
-    def _far(self, rows: slice, keys: _Keys, left: Reader, sides: list[Side]) -> list[Read]:
+    def _far_keys(self, rows: slice, keys: _Keys, left: Reader, sides: list[Side]) -> list[Read]:
         """Return reads of the far keys to the left of each block, and to the right."""
         problem, (first, count) = self.problem, self._tiles(rows, self.size)
         states, totals = self._lefts(first, count, keys, left), keys.totals
@@ -437,7 +439,7 @@ class _Near(NamedTuple):
     def read(
         self, problem: Problem, functions: BlockFunctions, query: Tokens, so_far: Partial | None
     ) -> Partial:
-        """Read near pairs: those of each tile side by side."""
+        """Read near pairs, the tiles side by side."""
         assert so_far is None
         assert problem.exact.spec is not None
         key, values_and_one, decay = self.keys
@@ -467,11 +469,11 @@ def _read(line: Line, steps: list[Step], state: State) -> tuple[Partial, State]:
     for step in steps:
         part, state = line.take(step, state)
         if part is not None:
-            parts.append((step.queries.start, _own(line.problem, part)))
+            parts.append((step.queries.start, _copied(line.problem, part)))
     return _joined([part for _, part in sorted(parts, key=itemgetter(0))]), state
 
 
-def _own(problem: Problem, part: Partial) -> Partial:
+def _copied(problem: Problem, part: Partial) -> Partial:
     """Copy sums: a backend may make the next in the same place."""
     if problem.policy.lazy:
         return part

@@ -80,7 +80,7 @@ class _Inside(NamedTuple):
     total: Array
     """G, ``(..., g, w, 1)``."""
     known: Array = None
-    """R, None but for the rule "dplr", of which ``lower`` is M and ``key_before`` ``B_before``."""
+    """R, None but for the rule "dplr", where ``lower`` is M and ``key_before`` ``B_before``."""
 
 
 def _inside(chunks: Chunks) -> _Inside:
