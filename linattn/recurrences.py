@@ -411,8 +411,7 @@ def linear_recurrence_vjp(
             "grad_output", grad_output, "output", tuple(output.shape), problem.query
         )
         count = 0 if return_states_every is None else len(results[-1])
-        last = states[-1] if return_state else None
-        _check_grad_states(grad_state, grad_states, states[-1], last, count)
+        _check_grad_states(grad_state, grad_states, states[-1], return_state, count)
         found = pull_back_parts(parts, before, grad_output, grad_state, grad_states or ())
         gradients = dict(zip((*problem.TOKENS, "initial_state"), found, strict=True))
         if update_rule == "dplr" and beta is not None:
@@ -427,10 +426,10 @@ def linear_recurrence_vjp(
 
 
 def _check_grad_states(
-    grad_state: Any, grad_states: Any, state: Array, last: Array | None, count: int
+    grad_state: Any, grad_states: Any, state: Array, returned: bool, count: int
 ) -> None:
     """Check the gradients of the last state, if it was returned, and of states on the way."""
-    if grad_state is not None and last is None:
+    if grad_state is not None and not returned:
         raise ValueError("grad_state must be None without return_state=True, got an array")
     if grad_states is not None and len(grad_states) != count:
         raise ValueError(
