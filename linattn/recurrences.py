@@ -255,14 +255,6 @@ def linear_recurrence_vjp(
 ) -> tuple[ArrayT, Pullback]: ...
 
 
-def _of_product(problem: Any, gradient: Array, given: dict[str, Any]) -> dict[str, Array]:
-    """Gradients of ``beta`` and ``erase_key``, of which only the product is in the rule."""
-    rates, key = given["beta"], given["erase_key"]
-    rates = rates if rates.ndim == given["key"].ndim else rates[..., None]
-    rates, key = (problem.xp.astype(x, problem.dtype) for x in (rates, key))
-    return {"beta": gradient * key, "erase_key": gradient * rates}
-
-
 @overload
 def linear_recurrence_vjp(
     query: ArrayT,
@@ -423,6 +415,14 @@ def linear_recurrence_vjp(
         )
 
     return results, pullback
+
+
+def _of_product(problem: Any, gradient: Array, given: dict[str, Any]) -> dict[str, Array]:
+    """Gradients of ``beta`` and ``erase_key``, of which only the product is in the rule."""
+    rates, key = given["beta"], given["erase_key"]
+    rates = rates if rates.ndim == given["key"].ndim else rates[..., None]
+    rates, key = (problem.xp.astype(x, problem.dtype) for x in (rates, key))
+    return {"beta": gradient * key, "erase_key": gradient * rates}
 
 
 def _check_grad_states(
