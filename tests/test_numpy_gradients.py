@@ -479,3 +479,21 @@ def test_curvature_need_not_be_symmetric(is_causal):
             grads.append(pullback(output))
     for mine, other in zip(*grads, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_step_cut_in_two_beside_a_whole_one(head, num_threads):
+    """Heads that share keys: the scale of one is rejected, and its blocks are halved."""
+    rng, phi = np.random.default_rng(0), EluFeatures()
+    query, value, cotangent = rng.standard_normal((3, 2, 2048, 16)).astype(np.float32)
+    key = rng.standard_normal((1, 2048, 16)).astype(np.float32)
+    query[head, ::2] = -70
+    with linattn.config(num_threads=num_threads):
+        _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
+        found = pullback(cotangent)[1]
+    alone = np.zeros_like(found)
+    for i in (slice(0, 1), slice(1, 2)):
+        _, pullback = linattn.linear_attention_vjp(query[i], key, value[i], phi, is_causal=True)
+        alone = alone + pullback(cotangent[i])[1]
+    np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6 * abs(alone).max())

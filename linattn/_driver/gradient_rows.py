@@ -36,6 +36,11 @@ class _OrderedSum:
         self._next = 0
         self._early: dict[int, Array] = {}
 
+    @property
+    def holds(self) -> bool:
+        """Whether a share waits for an earlier one."""
+        return bool(self._early)
+
     def shares(self, order: int, share: Array, xp: Any) -> Iterator[Array]:
         """Accept share number ``order``; yield all shares that can be added now, in order.
 
@@ -107,10 +112,31 @@ class GradientRows:
     def result(self) -> Array:
         """Return the gradient, in the shape and dtype of the argument."""
         whole = self._array
+        assert not any(sums.holds for sums in self._sums.values())
         if whole is None:
             ordered = [self._blocks[start] for start in sorted(self._blocks)]
             whole = self._xp.concat(ordered, axis=-2)
         return self._xp.astype(whole, self._dtype, copy=False)
+
+
+class Held:
+    """Parts of the rows of one step, in any order; all are written together at its end.
+
+    Tasks that share rows write the same blocks, also where one of them cuts a step in two.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._parts: list[tuple[int, Array]] = []
+
+    def write(self, _: Index, rows: slice, block: Array) -> None:
+        """Hold a copy: a backend may make its next block in the same place."""
+        self._parts.append((rows.start, self._xp.asarray(block, copy=True)))
+
+    def result(self) -> Array:
+        """Return all rows."""
+        parts = sorted(self._parts, key=lambda part: part[0])
+        return self._xp.concat([block for _, block in parts], axis=-2)
 
 
 class Total:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from linattn import _dispatch, _generic
 from linattn._driver.blocks import OutputRows, token_block, values_and_one_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
-from linattn._driver.gradient_rows import Checkpoints, Pullback, empty_adjoint
+from linattn._driver.gradient_rows import Checkpoints, Held, Pullback, empty_adjoint
 from linattn._driver.lines import Line, flip
 from linattn._driver.runner import Run, initial_state, run
 from linattn._driver.specs import is_column_normalized, read_spec, read_spec_vjp
@@ -221,12 +221,21 @@ class LinePullback(NamedTuple):
         grad_output = step.place_queries(pull.grad_output(step.queries), 0.0)
         answer = _scan_vjp(pull, step, block, state, adjoint, grad_output)
         if _dispatch.is_declined(answer):
-            first, last = step.halves()
-            adjoint = self._back(last, line.add(first.keys, state), adjoint)
-            return self._back(first, state, adjoint)
+            return self._halves(step, state, adjoint)
         of_query, *of_keys, adjoint = answer
         pull.write_query(step.queries, step.queries_of(of_query))
         pull.write_key(step.keys, *map(step.keys_of, (block[-1], *of_keys)))
+        return adjoint
+
+    def _halves(self, step: Step, state: State, adjoint: State) -> State:
+        """Pull back a step in two, and write its rows once."""
+        pull, (first, last) = self.pull, step.halves()
+        held = {name: Held(self.line.problem.xp) for name in pull.rows}
+        inner = self._replace(pull=pull._replace(rows=held))
+        adjoint = inner._back(last, self.line.add(first.keys, state), adjoint)
+        adjoint = inner._back(first, state, adjoint)
+        for name, parts in held.items():
+            pull.write(name, step.queries if name == "query" else step.keys, parts.result())
         return adjoint
 
     def _block_of_rows(self, step: Step, rows: Rows, state: State, adjoint: State) -> State:

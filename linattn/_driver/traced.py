@@ -60,7 +60,8 @@ def covers(problem: Problem) -> bool:
     if sees.key_stop is not None and sees.key_stop.ndim > 1:
         return False
     if problem.mode == "window":
-        return sees.key_stop is None and length[0] + sees.query_start == length[1]
+        at_end = sees.query_start >= 0 and length[0] + sees.query_start == length[1]
+        return sees.key_stop is None and at_end
     specs = problem.query_spec, problem.key_spec
     return problem.mode != "stops" or not any(isinstance(innermost(s), Opaque) for s in specs)
 

@@ -278,18 +278,25 @@ class Window(NamedTuple):
 
     def _read_sides(self, sides: list[Side]) -> Iterator[Partial]:
         """Read what some runs of queries see to the right; many short ones in one block."""
-        if len(sides) <= MAX_APART or self.problem.policy.lazy or self.in_place:
-            yield from (side.read(self.group_size) for side in sides)
-            return
-        before, after = [], []
-        for side in sides:
+        short = {}
+        for side in sides if len(sides) > MAX_APART and not self.in_place else []:
             _, right, end = self.stops.of(side.rows)
+            if end[-1] - right[0] > self.group_size or self.problem.policy.lazy:
+                continue
             pivot, rows = side.pivot, np.arange(side.rows.start, side.rows.stop)
             keys = np.arange(right[0], pivot)
-            before.append(ShortRun(keys[::-1], rows[::-1], (pivot - right)[::-1]))
-            after.append(ShortRun(np.arange(pivot, end[-1]), rows, end - pivot))
-        line, read = self.line(-1)._replace(problem=self.blocked), read_short_runs
-        yield from map(_generic.combine, read(line, before), read(line, after))
+            before = ShortRun(keys[::-1], rows[::-1], (pivot - right)[::-1])
+            after = ShortRun(np.arange(pivot, end[-1]), rows, end - pivot)
+            short[side.rows.start] = before, after
+        if short:
+            line = self.line(-1)._replace(problem=self.blocked)
+            parts = [
+                read_short_runs(line, list(runs)) for runs in zip(*short.values(), strict=True)
+            ]
+            found = dict(zip(short, map(_generic.combine, *parts), strict=True))
+        for side in sides:
+            is_read = side.rows.start in short
+            yield found[side.rows.start] if is_read else side.read(self.group_size)
 
     def _no_keys(self, row: int, stop: int) -> list[Partial]:
         """Return what queries read of no keys, if there are such queries."""
@@ -477,7 +484,8 @@ def _copied(problem: Problem, part: Partial) -> Partial:
     """Copy sums: a backend may make the next in the same place."""
     if problem.policy.lazy:
         return part
-    return Partial(*(problem.xp.asarray(x, copy=True) for x in part[:2]))
+    # asarray(copy=True) leaves the tape of older versions of PyTorch, and warns in newer ones.
+    return Partial(*(problem.xp.concat([x], axis=-2) for x in part[:2]))
 
 
 def _joined(parts: list[Partial]) -> Partial:
