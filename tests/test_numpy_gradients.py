@@ -486,8 +486,8 @@ def test_curvature_need_not_be_symmetric(is_causal):
 def test_a_step_cut_in_two_beside_a_whole_one(head, num_threads):
     """Heads that share keys: the scale of one is rejected, and its blocks are halved."""
     rng, phi = np.random.default_rng(0), EluFeatures()
-    query, value, cotangent = rng.standard_normal((3, 2, 2048, 16)).astype(np.float32)
-    key = rng.standard_normal((1, 2048, 16)).astype(np.float32)
+    query, value, cotangent = rng.standard_normal((3, 2, 2048, 64)).astype(np.float32)
+    key = rng.standard_normal((1, 2048, 64)).astype(np.float32)
     query[head, ::2] = -70
     with linattn.config(num_threads=num_threads):
         _, pullback = linattn.linear_attention_vjp(query, key, value, phi, is_causal=True)
