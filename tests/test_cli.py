@@ -314,6 +314,9 @@ class TestReport:
         assert path.read_bytes() == b"newer"
 
 
+TILE = "cuTile kernels never run on hardware, not used"
+
+
 class TestInfo:
     def fake(self, monkeypatch, *, count):
         cupy: Any = types.ModuleType("cupy")
@@ -364,13 +367,13 @@ class TestInfo:
         return status
 
     def test_kernels_that_never_ran(self, measured):
-        assert measured(None) == "never run on hardware"
+        assert measured(None) == f"never run on hardware; {TILE}"
 
     @pytest.mark.parametrize("failures", [[], ["parity: one"]])
     def test_kernels_that_ran(self, measured, failures):
         run = {"device": "NVIDIA X", "date": "2026-01-02", "checks": 9, "failures": failures}
         assert measured(run | {"kernels": hardware.kernel_hashes()}) == (
-            f"run on NVIDIA X on 2026-01-02, {len(failures)} of 9 checks failed"
+            f"run on NVIDIA X on 2026-01-02, {len(failures)} of 9 checks failed; {TILE}"
         )
 
     @pytest.mark.parametrize("how", ["changed", "added"])
@@ -382,6 +385,7 @@ class TestInfo:
             del kernels["device.cuh"]
         run = {"device": "NVIDIA X", "date": "2026-01-02", "checks": 9, "failures": []}
         said = "run on NVIDIA X on 2026-01-02, 0 of 9 checks failed, kernels changed since"
+        said = f"{said}; {TILE}"
         assert measured(run | {"kernels": kernels}) == said
 
     @pytest.mark.parametrize("text", ["{", "{}", "[]"])

@@ -462,7 +462,8 @@ def test_the_numpy_backend_runs_by_default_and_not_without_backends():
     with linattn.explain() as report:
         run_everything()
         # Beside an exact window blocks are summed and read by themselves.
-        linattn.linear_attention(*tokens(), PositiveFeatures(4, 16, rng=0), exact_window=2)
+        arrays = np.random.default_rng(0).standard_normal((3, 300, 4))
+        linattn.linear_attention(*arrays, PositiveFeatures(4, 16, rng=0), exact_window=64)
     assert all("linattn_numpy" in report.ran(name) for name in defined)
     with linattn.without_backends(), linattn.explain() as report:
         run_everything()

@@ -329,7 +329,7 @@ def test_a_full_pullback_reads_the_state_of_its_forward_pass(threads, monkeypatc
         wanted = linear_vjp(*arrays, feature_map, **options)[1](query)
     with linattn.config(num_threads=threads):
         _, pullback = linear_vjp(*arrays, feature_map, **options)
-        monkeypatch.delattr("linattn._driver.linear_vjps.add_block")
+        monkeypatch.delattr("linattn._driver.lines.add_block")
         agree(pullback(query), wanted)
 
 

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions
@@ -109,6 +110,13 @@ class GradientRows:
         else:
             self._array[index] = xp.astype(block, self._dtype, copy=False)
 
+    def place_of(self, task: Index, dtype: Any) -> Array | None:
+        """View the rows of a task that no other task writes; None if there are others."""
+        array = self._array
+        if self._adds or not isinstance(array, np.ndarray) or array.dtype != dtype:
+            return None
+        return array[task_index(self._shape, 2, task)]
+
     def result(self) -> Array:
         """Return the gradient, in the shape and dtype of the argument."""
         whole = self._array
@@ -145,15 +153,17 @@ class Total:
     ``like``: the task's argument.
     """
 
-    def __init__(self, problem: Problem, like: Array) -> None:
+    def __init__(self, problem: Problem, like: Array, place: Array | None = None) -> None:
         self._xp, self._shape = problem.xp, tuple(like.shape)
+        self.place = place
+        """Where the gradient is needed in the end, zeros that no other task writes; or None."""
         self._like = dict(dtype=problem.dtype, device=array_api_compat.device(like))
         if like.dtype == problem.xp.float64:
             self._like["dtype"] = like.dtype
         self._array = None
         self._layers: list[list[tuple[slice, Array]]] = []
         if not problem.policy.lazy:
-            self._array = problem.xp.zeros(self._shape, **self._like)
+            self._array = problem.xp.zeros(self._shape, **self._like) if place is None else place
 
     def write(self, _: Index, rows: slice, block: Array) -> None:
         """Add to some rows; sums over axes along which the argument was broadcast."""
@@ -250,8 +260,12 @@ class Pullback(NamedTuple):
 
     def in_parts(self) -> Pullback:
         """Return the same with totals as receivers; `finish` gives them to this one's."""
-        arguments = arguments_of(self.problem)
-        return self._replace(rows={k: Total(self.problem, x) for k, x in arguments.items()})
+        arguments, rows = arguments_of(self.problem), self.rows
+        totals = {
+            name: Total(self.problem, x, rows[name].place_of(self.task, self.problem.dtype))
+            for name, x in arguments.items()
+        }
+        return self._replace(rows=totals)
 
     def finish(self, parts: Pullback) -> None:
         """Write the gradients of all parts."""
@@ -261,7 +275,8 @@ class Pullback(NamedTuple):
                 # Each log decay acts from its token on.
                 xp = self.problem.xp
                 gradient = xp.flip(xp.cumulative_sum(xp.flip(gradient, axis=-2), axis=-2), axis=-2)
-            self.write(name, slice(0, gradient.shape[-2]), gradient)
+            if total.place is None or name == "log_decay":
+                self.write(name, slice(0, gradient.shape[-2]), gradient)
 
     def last_adjoint(self, like: State) -> State:
         """Return the adjoint after the last token: the cotangent of the returned state, or zero."""

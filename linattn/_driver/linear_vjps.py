@@ -10,19 +10,19 @@ several parts, a forward pass finds the scale of every row first; each part is p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from linattn import _dispatch, _generic
-from linattn._driver.blocks import OutputRows, token_block, values_and_one_block
+from linattn._driver.blocks import OutputRows, block_slices, token_block, values_and_one_block
 from linattn._driver.causal_blocks import MAX_DECLINED_TOKENS
 from linattn._driver.gradient_rows import Checkpoints, Held, Pullback, empty_adjoint
 from linattn._driver.lines import Line, flip
 from linattn._driver.runner import Run, initial_state, run
 from linattn._driver.specs import is_column_normalized, read_spec, read_spec_vjp
 from linattn._driver.steps import Step, states_before
-from linattn._driver.stops import stops_of
+from linattn._driver.stops import Stops, stops_of
 from linattn._generic.block_vjps import (
     Rows,
     divided_rows,
@@ -40,6 +40,9 @@ from linattn.typing import Array, Partial, Problem, RowScale, State, Tokens
 MAX_ROWS = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
 
+ROWS_AT_ONCE = 1024
+"""Queries whose stops are held together."""
+
 MIN_RUN = 9
 """As in `steps`: below it positions cost less than small steps, in divide and conquer too."""
 
@@ -53,7 +56,7 @@ def pull_linear(pull: Pullback, checkpoints: Checkpoints | None) -> Iterator[Sta
         pull = pull._replace(problem=problem.replace(want_log=True), block_size=size)
     state = initial_state(problem)
     line = Line(pull.problem, pull.functions, state.length)
-    steps = line.steps(problem.sees.key_stop, pull.block_size)
+    steps = list(line.steps(problem.sees.key_stop, pull.block_size))
     segments = [(state, steps)]
     if checkpoints is not None:
         segments = checkpoints.segments(pull.task, steps, state)
@@ -97,8 +100,8 @@ def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
         left, right = bias.table[..., None, :1], bias.table[..., None, -1:]
     nothing, size = initial_state(problem.replace(state=None)), min(pull.block_size, MAX_ROWS)
 
-    def back(line: Line, steps: list[Step], first: State, adjoint: State) -> Iterator[State]:
-        return LinePullback(pull, line, numbers).back([(first, steps)], adjoint)
+    def back(line: Line, steps: Iterable[Step], first: State, adjoint: State) -> Iterator[State]:
+        return LinePullback(pull, line, numbers).back([(first, list(steps))], adjoint)
 
     for rows, pivot in stops.runs_ahead():
         _, rights, ends = stops.of(rows)
@@ -113,8 +116,20 @@ def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
             )
             yield from back(line, steps, nothing, empty_adjoint(problem, nothing))
     line = Line(problem, pull.functions, state.length, bias=left)
-    steps = line.steps(stops.of(slice(0, stops.length)).left, size, min_run=MIN_RUN)
-    yield from back(line, steps, state, pull.last_adjoint(state))
+    yield from back(line, _left_steps(line, stops, size), state, pull.last_adjoint(state))
+
+
+def _left_steps(line: Line, stops: Stops, size: int) -> Iterator[Step]:
+    """Yield the steps of all queries; the numbers of some at a time are held."""
+    key, num_keys = 0, line.problem.key.shape[-2]
+    for rows in block_slices(stops.length, ROWS_AT_ONCE):
+        left = stops.of(rows).left
+        keys = slice(key, int(left[-1]))
+        yield from line.steps(left - key, size, keys=keys, queries=rows, min_run=MIN_RUN)
+        key = keys.stop
+    for part in block_slices(num_keys - key, size):
+        none = slice(stops.length, stops.length)
+        yield Step(slice(key + part.start, key + part.stop), none)
 
 
 class LinePullback(NamedTuple):

@@ -11,6 +11,7 @@ state has the time of the last key that it has taken up, a query its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -57,8 +58,8 @@ class Line(NamedTuple):
         keys: slice | None = None,
         queries: slice | None = None,
         min_run: int = MIN_RUN,
-    ) -> list[Step]:
-        """Return the steps through some keys and queries, of all by default.
+    ) -> Iterator[Step]:
+        """Yield the steps through some keys and queries, of all by default.
 
         ``stops``: how many of the keys each query sees, in the order of the line; None for the
         problem's own mode, full or causal.
@@ -72,21 +73,17 @@ class Line(NamedTuple):
             # A function may depend on the position of a token.
             min_run = 2
         if stops is not None:
-            steps = list(steps_of(stops, num_keys, block_size, min_run=min_run))
+            steps = steps_of(stops, num_keys, block_size, min_run=min_run)
         elif problem.sees.ahead:
             none = slice(num_keys, num_keys)
-            steps = [Step(rows, slice(0, 0)) for rows in block_slices(num_keys, block_size)]
-            steps += [Step(none, rows) for rows in block_slices(num_queries, block_size)]
+            adding = (Step(rows, slice(0, 0)) for rows in block_slices(num_keys, block_size))
+            reading = (Step(none, rows) for rows in block_slices(num_queries, block_size))
+            steps = chain(adding, reading)
         else:
-            return [Step(rows, rows) for rows in block_slices(num_keys, block_size)]
-        if keys.start == queries.start == 0 and not self.reverse:
-            return steps
-        return [
-            step._replace(
-                keys=self._place(step.keys, keys), queries=self._place(step.queries, queries)
-            )
-            for step in steps
-        ]
+            steps = (Step(rows, rows) for rows in block_slices(num_keys, block_size))
+        for step in steps:
+            of = self._place(step.keys, keys), self._place(step.queries, queries)
+            yield step._replace(keys=of[0], queries=of[1])
 
     def _place(self, part: slice, whole: slice) -> slice:
         """Return the rows of the problem of a part of some rows, in the order of the line."""

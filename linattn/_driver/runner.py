@@ -7,7 +7,7 @@ round-robin order. It passes finished rows to `Run.write`. `forward` and `backwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import chain, product
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +24,6 @@ from linattn._driver.sinks import Sinks, without_sinks
 from linattn._driver.softmax import softmax_rows
 from linattn._driver.specs import read_spec
 from linattn._driver.steps import Step
-from linattn._driver.stops import stops_of
 from linattn._driver.window import window_rows
 from linattn.typing import Array, Index, Partial, Plan, Problem, State
 
@@ -96,7 +95,7 @@ def run(run: Run) -> Iterator[State | None]:
 
 
 def take_steps(
-    run: Run, steps: list[Step], state: State, start: int | None = None
+    run: Run, steps: Iterable[Step], state: State, start: int | None = None
 ) -> Iterator[State]:
     """Take steps of a problem whose rows are read by one line; yield the state after each.
 
@@ -126,10 +125,9 @@ def _two_sided(run: Run, state: State) -> Iterator[State]:
     """Add what each row reads of the keys up to it, and from the end: all decay with distance."""
     # Both lines must give rows on the true scale.
     problem = run.problem.replace(want_log=True)
-    left, right, end = stops_of(problem).of(slice(0, problem.query.shape[-2]))
     ahead = Line(problem, run.functions, state.length, reverse=True)
     held, after = RowsSoFar(problem, run.functions), _nothing_yet(problem)
-    for step in ahead.steps((end - right)[::-1], run.block_size):
+    for step in _steps_ahead(problem.query.shape[-2], run.block_size):
         part, after = ahead.take(step, after)
         if part is not None:
             held.write(step.queries, part)
@@ -141,8 +139,16 @@ def _two_sided(run: Run, state: State) -> Iterator[State]:
         run.write(rows, _generic.combine(part, rest))
 
     before = run._replace(problem=problem, write=write, write_read=None, store=None)
-    line = Line(problem, run.functions, state.length)
-    yield from take_steps(before, line.steps(left, run.block_size), state)
+    rows = block_slices(problem.query.shape[-2], run.block_size)
+    yield from take_steps(before, (Step(part, part) for part in rows), state)
+
+
+def _steps_ahead(length: int, block_size: int) -> Iterator[Step]:
+    """Let each query read the keys after it, from the last on, which reads none."""
+    yield Step(slice(length, length), slice(max(length - 1, 0), length))
+    for part in block_slices(length - 1, block_size):
+        first, stop = length - part.stop, length - part.start
+        yield Step(slice(first, stop), slice(first - 1, stop - 1))
 
 
 class RowsSoFar:

@@ -12,7 +12,7 @@ of blocks: the states to the left and to the right are merged, so that each quer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -470,7 +470,7 @@ class _Near(NamedTuple):
         return exact_pairs(spec, query, keys, *pairs, functions.exact_block)
 
 
-def _read(line: Line, steps: list[Step], state: State) -> tuple[Partial, State]:
+def _read(line: Line, steps: Iterable[Step], state: State) -> tuple[Partial, State]:
     """Take steps; return the sums of all their queries, and the state after them."""
     parts = []
     for step in steps:
