@@ -135,7 +135,9 @@ CAUSAL_LAYER = {name.removeprefix("layers.0."): array for name, array in DECODER
 HEADS = {name.removeprefix("self_attn."): array for name, array in LAYER.items() if "self" in name}
 X = QUERY.astype(np.float32)
 # Layers: what they take by position, and what else they need.
+NORM = {"weight": np.ones(X.shape[-1], X.dtype)}
 LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "causal_convolution": (({"weight": np.ones((X.shape[-1], 1, 2), X.dtype)}, X), {}),
     "decoder": ((DECODER, X), ONE_LAYER),
     "decoder_layer": ((CAUSAL_LAYER, X), ONE_LAYER),
     "decoder_layer_vjp": ((CAUSAL_LAYER, X), ONE_LAYER),
@@ -144,6 +146,8 @@ LAYERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "encoder_layer": ((LAYER, X), ONE_LAYER),
     "encoder_layer_vjp": ((LAYER, X), ONE_LAYER),
     "encoder_vjp": ((ENCODER, X), ONE_LAYER),
+    "gated_rms_norm": ((NORM, X, X), {}),
+    "gated_rms_norm_vjp": ((NORM, X, X), {}),
     "init_decoder": ((DRAW, 1, 4, 2), {}),
     "init_decoder_layer": ((DRAW, 4, 2), {}),
     "init_encoder": ((DRAW, 1, 4, 2), {}),

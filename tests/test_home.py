@@ -138,6 +138,8 @@ def test_drawn_gradients_of_all_options_are_numpys(library, seed):
     """By one node of torch's tape, or of JAX's; outputs of exact attention are torch's own."""
     case = option_draws.draw_gradient(seed)
     case.returns = {}
+    if case.dtype == "bfloat16":
+        pytest.skip("no dtype of NumPy")
     if option_draws.refusals(case) or option_draws.no_gradient(case) or not case.query.size:
         pytest.skip("is refused, or has no gradient")
     kind = "linear_attention" if case.kind == "linear" else "softmax_attention"
@@ -145,10 +147,11 @@ def test_drawn_gradients_of_all_options_are_numpys(library, seed):
 
     def made(x):
         if isinstance(x, linattn.State):
-            return x._replace(kvz=library(x.kvz), log_scale=library(x.log_scale))
+            return x._replace(kvz=library(x.kvz.copy()), log_scale=library(x.log_scale.copy()))
         if isinstance(x, tuple):
             return tuple(map(made, x))
-        return library(x) if isinstance(x, np.ndarray) else x
+        # Some of the drawn ones are read-only.
+        return library(x.copy()) if isinstance(x, np.ndarray) else x
 
     case.library = "numpy"
     make, wide = test_fuzz_options.arrays_of(case), option_draws.accumulated(case.dtype)
