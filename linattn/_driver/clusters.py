@@ -44,20 +44,6 @@ class ExactClusters:
     heads: NDArray[Any]
     """Clusters of each head, with the leading axes of the state."""
 
-    def are_chosen(
-        self, chosen: NDArray[np.bool_], first: int, rows: slice, key: NDArray[np.intp]
-    ) -> NDArray[np.bool_]:
-        """Whether each query has chosen the cluster of a key, ``(..., n, 1)``.
-
-        ``chosen``: the choices of the queries from number ``first`` on.
-        """
-        chosen = chosen[..., rows.start - first : rows.stop - first, :]
-        of_key = self.assigned.of_key
-        inside = np.clip(key, 0, max(of_key.shape[-1] - 1, 0))
-        cluster = np.minimum(of_key[..., inside, None], chosen.shape[-1] - 1)
-        cluster = cluster[(None,) * (chosen.ndim - cluster.ndim)]
-        return np.take_along_axis(chosen, cluster, axis=-1)
-
     def choose(
         self, problem: Problem, query: Tokens, state: State, bias: Array
     ) -> tuple[NDArray[np.bool_], Partial]:

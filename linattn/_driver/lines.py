@@ -30,7 +30,7 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.causal_blocks import causal_block
-from linattn._driver.specs import innermost, read_spec, select_rows
+from linattn._driver.specs import is_placed, read_spec, select_rows
 from linattn._driver.steps import MIN_RUN, Step, steps_of
 from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
 from linattn.typing import Array, Features, MapSpec, Opaque, Partial, Problem, State, Tokens
@@ -68,10 +68,7 @@ class Line(NamedTuple):
         keys = slice(0, problem.key.shape[-2]) if keys is None else keys
         queries = slice(0, problem.query.shape[-2]) if queries is None else queries
         num_keys, num_queries = keys.stop - keys.start, queries.stop - queries.start
-        specs = problem.query_spec, problem.key_spec
-        if any(isinstance(innermost(spec), Opaque) for spec in specs):
-            # A function may depend on the position of a token.
-            min_run = 2
+        min_run = 2 if is_placed(problem) else min_run
         if stops is not None:
             steps = steps_of(stops, num_keys, block_size, min_run=min_run)
         elif problem.sees.ahead:

@@ -45,6 +45,7 @@ def read_short_runs(line: Line, runs: list[ShortRun]) -> list[Partial]:
     problem, xp = line.problem, line.problem.xp
     size = max(len(run.keys) + len(run.queries) for run in runs)
     firsts = (np.concatenate([run[side] for run in runs]).min(initial=MOST) for side in (0, 1))
+    # Where no token stands is another one of the runs', so that few tokens are taken.
     keys, queries = (np.full((len(runs), size), first % MOST) for first in firsts)
     is_key = np.zeros((len(runs), size), bool)
     places = []

@@ -43,6 +43,11 @@ def innermost(spec: MapSpec) -> Spec:
     return spec
 
 
+def is_placed(problem: Problem) -> bool:
+    """Whether a side of the map may depend on the positions of tokens."""
+    return any(isinstance(innermost(s), Opaque) for s in (problem.query_spec, problem.key_spec))
+
+
 def is_column_normalized(problem: Problem) -> bool:
     """Whether causal blocks need the normalizers of each feature token by token."""
     return isinstance(problem.query_spec, ColumnNormalized)

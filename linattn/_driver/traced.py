@@ -29,12 +29,12 @@ from linattn._driver.lines import Line, flip
 from linattn._driver.pairs import band, biased_queries, exact_keys, no_keys_seen
 from linattn._driver.runner import initial_state, update
 from linattn._driver.sinks import Sinks, without_sinks
-from linattn._driver.specs import innermost, read_spec, select_rows
+from linattn._driver.specs import is_placed, read_spec, select_rows
 from linattn._driver.stops import Integers
 from linattn._driver.window import Reader, Side, Window
 from linattn._generic.exact import exact_pairs
 from linattn._generic.states import combine, divide, log_normalizer
-from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens, Weights
+from linattn.typing import Array, Partial, Problem, State, Tokens, Weights
 from linattn.typing._shifts import constant
 
 CHUNK = 128
@@ -62,8 +62,7 @@ def covers(problem: Problem) -> bool:
     if problem.mode == "window":
         at_end = sees.query_start >= 0 and length[0] + sees.query_start == length[1]
         return sees.key_stop is None and at_end
-    specs = problem.query_spec, problem.key_spec
-    return problem.mode != "stops" or not any(isinstance(innermost(s), Opaque) for s in specs)
+    return problem.mode != "stops" or not is_placed(problem)
 
 
 def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | None, Array | None]:

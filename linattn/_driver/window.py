@@ -42,7 +42,7 @@ from linattn._driver.pairs import (
     no_keys_seen,
 )
 from linattn._driver.short_runs import ShortRun, read_short_runs
-from linattn._driver.specs import for_blocks, innermost
+from linattn._driver.specs import for_blocks, innermost, is_placed
 from linattn._driver.steps import MIN_RUN, Step, states_before
 from linattn._driver.stops import Integers, Stops, stops_of
 from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
@@ -57,7 +57,7 @@ from linattn._generic.prefix_states import (
     weighted,
     with_block_axis,
 )
-from linattn.typing import Array, Opaque, Partial, Problem, State, Tokens
+from linattn.typing import Array, Assigned, Partial, Problem, State, Tokens
 
 MAX_APART = 4
 """Most runs of queries in a group that read keys to the right one run after the other."""
@@ -167,6 +167,8 @@ class Window(NamedTuple):
     stops: Stops
     size: int
     """Tokens of a block."""
+    tile: int
+    """Tokens whose near pairs are computed together, whole blocks."""
     group_size: int
     """Tokens of a group, which has whole tiles."""
     in_place: bool
@@ -184,20 +186,16 @@ class Window(NamedTuple):
         assert size is not None
         names = ("query_spec", "key_spec", "query_change", "key_change")
         blocked = problem.replace(**{name: for_blocks(getattr(problem, name)) for name in names})
-        specs = innermost(problem.query_spec), innermost(problem.key_spec)
-        in_place = any(isinstance(spec, Opaque) for spec in specs)
+        in_place = is_placed(problem)
         backend = functions.backend_alone("scan_block")
-        most = MAX_GENERIC if backend is None else MIN_RUN - 1
+        # Causal blocks of keys that are assigned to columns are generic code, in every library.
+        is_assigned = isinstance(innermost(problem.key_spec), Assigned)
+        most = MAX_GENERIC if backend is None or is_assigned else MIN_RUN - 1
         short = size <= most and not (in_place or problem.policy.lazy)
         tile = size * -(-MIN_TILE // size) if short else size
         group = max(1, block_size // tile) * tile
         stops = stops_of(problem)
-        return cls(problem, blocked, functions, stops, size, group, in_place, short, start)
-
-    @property
-    def tile(self) -> int:
-        """Tokens whose near pairs are computed together."""
-        return self.size * -(-MIN_TILE // self.size) if self.short else self.size
+        return cls(problem, blocked, functions, stops, size, tile, group, in_place, short, start)
 
     def line(self, end: int, *, reverse: bool = False) -> Line:
         """Return a line of the keys to the left (``end`` 0) or to the right (-1) of a window."""
