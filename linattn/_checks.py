@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from linattn._arrays import (
     _is_ordinary,
+    accumulation_dtype,
     dtype_bits,
     has_float64,
     is_lazy,
@@ -543,3 +544,35 @@ def check_cotangent(
         raise ValueError(
             f"{name} must have the shape of {of}, {shape}, got {tuple(cotangent.shape)}"
         )
+
+
+def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
+    """Check that each key has a value and, where causal, a query."""
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
+            f"{tuple(key.shape)}"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"key and value must have one length (axis -2), got shapes {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"under is_causal query and key must have equal length, got {query.shape[-2]} and "
+            f"{key.shape[-2]}; {remedy}"
+        )
+
+
+def of_one_token(name: str, weight: Any, key: Array) -> Any:
+    """Give a token's number, or ``(...)``, the axis of length that its key has, ``(..., 1, d)``."""
+    if name == "log_decay" and not getattr(weight, "ndim", 0):
+        return weight
+    if isinstance(weight, numbers.Real) and not isinstance(weight, bool | np.bool_):
+        xp, device = namespace(key), array_api_compat.device(key)
+        dtype = accumulation_dtype(xp, key.dtype, None)
+        return xp.full((1,) * (key.ndim - 1), float(weight), dtype=dtype, device=device)
+    if array_api_compat.is_array_api_obj(weight) and not weight.ndim:
+        return namespace(weight).reshape(weight, (1,) * (key.ndim - 1))
+    return weight[..., None] if hasattr(weight, "ndim") else weight

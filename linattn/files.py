@@ -10,8 +10,9 @@ import numpy as np
 
 from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map
-from linattn._driver.stamps import check_map_of_state, known_integer, short_fingerprint
+from linattn._driver.stamps import check_map_of_state
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
+from linattn._fingerprints import known_integer, short_fingerprint
 from linattn.typing import Array, FeatureMap, State
 
 __all__ = ["StateFileError", "load_state", "save_state"]

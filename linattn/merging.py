@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from linattn import _arrays, _checks
-from linattn._generic.numerics import finite_shift, ignore_fp_warnings
+from linattn._numerics import finite_shift, ignore_fp_warnings
 from linattn.typing import Array, ArrayT
 
 __all__ = ["merge_outputs"]

@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _checks, _dispatch, _generic, _settings
+from linattn import _arrays, _checks, _dispatch, _generic, _numerics, _settings
 from linattn._driver import forward
 from linattn._driver.problem import (
     check_feature_map,
@@ -23,10 +23,10 @@ from linattn._driver.stamps import (
     broadcast_decay,
     check_map_of_state,
     check_sequences,
-    known_integer,
     known_sequences,
     stamped,
 )
+from linattn._fingerprints import known_integer
 from linattn._generic import units
 from linattn._generic.decay import fade
 from linattn._home import Abroad, Home, home_of, is_ours
@@ -302,7 +302,7 @@ def merge_states(first: State, second: State) -> State:
         )
     merge = _dispatch.find("merge", _arrays.namespace(first.kvz))
     merged = None if merge is None else merge(first, second)
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         if merged is None or _dispatch.is_declined(merged):
             decay = second.log_decay
             earlier = first if decay is None else fade(first, decay[..., None])
@@ -447,7 +447,7 @@ class Decoder:
             home, decoder = self._at_home
             state: State = home.results(decoder.state)
             return state
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             stepper = self._stepper
             kvz, log_scale, length, *_ = _copied(self._state) if stepper is None else stepper.state
             if stepper is not None and self._unit is not None:

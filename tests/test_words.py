@@ -85,7 +85,7 @@ ALLOWED = {
     ("hopeless", "linattn/diagnostics/variance.py"): "a public attribute of Recommendation",
     ("special", "linattn/sampling/_moments.py"): "scipy.special",
     ("special", "linattn/sampling/samplers.py"): "scipy.special",
-    ("under", "linattn/_generic/numerics.py"): "a parameter of np.errstate",
+    ("under", "linattn/_numerics.py"): "a parameter of np.errstate",
     ("use", "linattn/cli/compare.py"): "a key of the JSON file that the command writes",
 }
 

@@ -22,9 +22,9 @@ from linattn._generic.column_means import scan_column_normalized
 from linattn._generic.decay import fade, faded_rows, near
 from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_hierarchical
-from linattn._generic.numerics import LEAST, LIFT
 from linattn._generic.separate import scan_separate
 from linattn._generic.states import absorb, read
+from linattn._numerics import LEAST, LIFT
 from linattn.typing import (
     Array,
     Declined,

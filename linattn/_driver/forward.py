@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _dispatch, _generic
+from linattn import _arrays, _dispatch, _generic, _numerics
 from linattn._driver import traced
 from linattn._driver.blocks import (
     OutputRows,
@@ -221,7 +221,7 @@ def _solve_tasks(
 
     functions = _dispatch.block_functions(problem.xp)
     if traced.covers(problem):
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             return _Solved(*traced.solve(problem, functions))
     plan = _plan(problem, functions)
     # A state that is returned is the caller's, who may change it.
@@ -351,7 +351,7 @@ def _step(problem: Problem, state: State) -> tuple[Array, State]:
     row = slice(0, 1)
     start = state.length
     functions = _dispatch.block_functions(problem.xp)
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         state = update(problem, initial_state(problem.replace(state=state)), 1, functions)
         tokens = token_block(problem, "query", row, start)
         query_spec, seen = read_spec(problem, state)
@@ -383,14 +383,14 @@ def run_segments(whole: Run, plan: Plan) -> State:
     states = [before] * (len(keys) + 1)
 
     def reduce(i: int) -> None:
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             start = State(nothing.kvz, nothing.log_scale, before.length + keys[i].start)
             segment = whole.segment(keys[i]).problem
             after = update(segment, start, plan.block_size, whole.functions)
             states[i + 1] = State(after.kvz, after.log_scale, keys[i].stop - keys[i].start)
 
     def read(i: int) -> None:
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             segment = whole.segment(queries[i])
             if not causal:
                 start = before.length + queries[i].start
@@ -403,7 +403,7 @@ def run_segments(whole: Run, plan: Plan) -> State:
                 states[-1] = after
 
     plan.run(reduce, range(len(reduced)))
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         for i in range(len(reduced)):
             earlier = states[i]
             if problem.weights.log_decay is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -21,7 +20,7 @@ from linattn._driver.options import (
     visibility,
     with_local_window,
 )
-from linattn._driver.stamps import check_map_of_state, check_sequences, known_integer
+from linattn._driver.stamps import check_map_of_state, check_sequences
 from linattn._driver.weights import (
     check_reach,
     check_relative_bias,
@@ -29,6 +28,7 @@ from linattn._driver.weights import (
     exact_keys,
     weights_of,
 )
+from linattn._fingerprints import known_integer
 from linattn._generic.specs import peel_affine
 from linattn.typing import (
     Array,
@@ -96,25 +96,6 @@ def _checked(feature_map: FeatureMap, name: str) -> Callable[[Tokens], Features]
     return features
 
 
-def check_pairing(query: Array, key: Array, value: Array, *, is_causal: bool, remedy: str) -> None:
-    """Check that each key has a value and, where causal, a query."""
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(
-            f"query and key must have one last axis (dim), got shapes {tuple(query.shape)} and "
-            f"{tuple(key.shape)}"
-        )
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(
-            f"key and value must have one length (axis -2), got shapes {tuple(key.shape)} and "
-            f"{tuple(value.shape)}"
-        )
-    if is_causal and query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"under is_causal query and key must have equal length, got {query.shape[-2]} and "
-            f"{key.shape[-2]}; {remedy}"
-        )
-
-
 def linear_problem(query: Any, key: Any, value: Any, feature_map: Any, **options: Any) -> Problem:
     """Check the arguments of linear attention and describe the computation.
 
@@ -152,7 +133,7 @@ def _describe(
         "queries for the last positions of the keys"
     )
     sees = visibility(query, key, options)
-    check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
+    _checks.check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
     m = num_features_of(feature_map, "query and key", query.shape[-1])
     _check_sees_no_later_keys(feature_map, sees.option)
     settings = _settings.current_settings()
@@ -325,7 +306,7 @@ def step_problem(
         # Elsewhere None means that nothing came before.
         _checks.check_state_record("state", state)
     check_feature_map(feature_map)
-    weights = {name: of_one_token(name, weight, key) for name, weight in weights.items()}
+    weights = {name: _checks.of_one_token(name, weight, key) for name, weight in weights.items()}
     options = Options(
         is_causal=True, initial_state=state, state_name="state", one_token=True, **weights
     )
@@ -333,19 +314,6 @@ def step_problem(
     if not weights:
         _remember(_last_step, problem, given, stamps)
     return problem
-
-
-def of_one_token(name: str, weight: Any, key: Array) -> Any:
-    """Give a token's number, or ``(...)``, the axis of length that its key has, ``(..., 1, d)``."""
-    if name == "log_decay" and not getattr(weight, "ndim", 0):
-        return weight
-    if isinstance(weight, numbers.Real) and not isinstance(weight, bool | np.bool_):
-        xp, device = _arrays.namespace(key), array_api_compat.device(key)
-        dtype = _arrays.accumulation_dtype(xp, key.dtype, None)
-        return xp.full((1,) * (key.ndim - 1), float(weight), dtype=dtype, device=device)
-    if array_api_compat.is_array_api_obj(weight) and not weight.ndim:
-        return _arrays.namespace(weight).reshape(weight, (1,) * (key.ndim - 1))
-    return weight[..., None] if hasattr(weight, "ndim") else weight
 
 
 def _check_one_token(lead: tuple[int, ...], key: Array, value: Array) -> None:
@@ -385,7 +353,7 @@ def exact_problem(
     xp, arrays = _checks.check_arrays(query=query, key=key, value=value)
     query, key, value = arrays
     sees = visibility(query, key, given)
-    check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
+    _checks.check_pairing(query, key, value, is_causal=pairs_tokens(sees), remedy=remedy)
     scale = query.shape[-1] ** -0.5 if given.scale is None else given.scale
     spec = Exact(_checks.check_finite_number("scale", scale))
     settings = _settings.current_settings()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import array_api_compat
 import numpy as np
 
-from linattn import _generic
+from linattn import _generic, _numerics
 from linattn._dispatch import BlockFunctions, block_functions
 from linattn._driver.blocks import OutputRows, block_slices, raw_tokens, take_rows, token_block
 from linattn._driver.clusters import choosing_by_sinks, sort_keys
@@ -259,7 +259,7 @@ def _quietly(run: Iterator[Any]) -> Iterator[Any]:
     """Yield from a run; only the run, not its caller, goes without floating-point warnings."""
     while True:
         try:
-            with _generic.ignore_fp_warnings():
+            with _numerics.ignore_fp_warnings():
                 state = next(run)
         except StopIteration:
             return
@@ -276,7 +276,7 @@ def run_tasks(plan: Plan, run_of: Callable[[Index], Iterator[Any]]) -> None:
     def work(task: Index) -> Iterator[Any] | None:
         if plan.resumable:
             return _quietly(run_of(task))
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             deque(run_of(task), maxlen=0)
         return None
 

@@ -16,7 +16,6 @@ from linattn._generic.clusters import assign_block, choose_block, clusters_block
 from linattn._generic.column_means import normalize_state
 from linattn._generic.exact import band_block, exact_block, exact_more
 from linattn._generic.features import change_coordinates, evaluate
-from linattn._generic.numerics import divisor, finite_shift, ignore_fp_warnings
 from linattn._generic.planning import plan, run_in_order
 from linattn._generic.sequences import sequences_block
 from linattn._generic.specs import spec_lead
@@ -31,41 +30,6 @@ from linattn._generic.states import (
     reduce_block,
     reduce_values,
 )
-
-__all__ = [
-    "CALLS",
-    "assign_block",
-    "band_block",
-    "change_coordinates",
-    "choose_block",
-    "clusters_block",
-    "combine",
-    "divide",
-    "divisor",
-    "empty_state",
-    "evaluate",
-    "exact_block",
-    "exact_more",
-    "exact_vjp",
-    "finite_shift",
-    "ignore_fp_warnings",
-    "log_normalizer",
-    "merge",
-    "normalize_state",
-    "plan",
-    "read_block",
-    "read_block_vjp",
-    "read_output",
-    "reduce_block",
-    "reduce_block_vjp",
-    "reduce_values",
-    "run_in_order",
-    "scan_block",
-    "scan_decayed_block",
-    "scan_vjp",
-    "sequences_block",
-    "spec_lead",
-]
 
 CALLS = {
     "clusters_block": ("exact_block",),

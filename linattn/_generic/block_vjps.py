@@ -13,8 +13,8 @@ from typing import NamedTuple
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import features_vjp, sum_to
 from linattn._generic.features import scaled_features
-from linattn._generic.numerics import exp_or_zero, finite_shift, flushed, rescaled
 from linattn._generic.states import by_feature, read
+from linattn._numerics import exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Exact, Features, Partial, RowScale, Spec, State, Tokens
 from linattn.typing._shifts import largest
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from linattn._arrays import namespace
 from linattn._generic.decay import decay_since, fade, faded_keys
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import FAINT, flushed, lift_of, rescaled
 from linattn._generic.states import absorb, by_feature, key_weights, query_weights
+from linattn._numerics import FAINT, flushed, lift_of, rescaled
 from linattn.typing import Array, Features, Partial, Spec, State, Tokens
 
 

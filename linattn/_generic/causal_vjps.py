@@ -29,8 +29,8 @@ from linattn._generic.hierarchical import (
     pad_features,
     read_features_hierarchical,
 )
-from linattn._generic.numerics import exp_or_zero, finite_shift, flushed
 from linattn._generic.states import by_feature
+from linattn._numerics import exp_or_zero, finite_shift, flushed
 from linattn.typing import Array, Features, Spec, State, Tokens
 from linattn.typing._shifts import largest
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from linattn._arrays import namespace, to_numpy
 from linattn._generic import exact
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import finite_shift
 from linattn._generic.states import absorb, combine, read
+from linattn._numerics import finite_shift
 from linattn.typing import (
     Array,
     Assigned,

@@ -27,9 +27,9 @@ from linattn._generic.hierarchical import (
     read_diagonal,
     scatter_right,
 )
-from linattn._generic.numerics import LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn._generic.prefix_states import prefix_merge
 from linattn._generic.states import absorb, combine, merge, read
+from linattn._numerics import LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, ColumnNormalized, Features, Partial, Problem, Spec, State, Tokens
 from linattn.typing._shifts import largest
 

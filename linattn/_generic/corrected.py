@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import LEAST, finite_shift, rescaled
+from linattn._numerics import LEAST, finite_shift, rescaled
 from linattn.typing import Corrected, Partial, State
 from linattn.typing._shifts import largest
 

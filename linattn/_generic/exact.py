@@ -8,8 +8,8 @@ from typing import Any
 import array_api_compat
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import combine
+from linattn._numerics import exp_or_zero, finite_shift
 from linattn.typing import Array, Exact, Partial, Tokens
 from linattn.typing._shifts import largest
 

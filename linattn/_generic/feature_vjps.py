@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import flushed
 from linattn._generic.specs import rules_of
+from linattn._numerics import flushed
 from linattn.typing import (
     Affine,
     Array,

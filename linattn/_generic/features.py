@@ -7,8 +7,8 @@ from math import inf
 import numpy as np
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import divisor, exp_or_zero, finite_shift
 from linattn._generic.specs import exponential_row, exponents, nan_if_infinite, rules_of
+from linattn._numerics import divisor, exp_or_zero, finite_shift
 from linattn.typing import (
     HEAVISIDE,
     RELU,

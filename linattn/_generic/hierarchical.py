@@ -13,8 +13,8 @@ from typing import Any
 from linattn._arrays import namespace
 from linattn._generic.decay import fade, faded_keys, faded_rows, near
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import exp_or_zero, finite_shift
 from linattn._generic.states import absorb, combine, read
+from linattn._numerics import exp_or_zero, finite_shift
 from linattn.typing import Array, Exact, Features, Partial, Spec, State, Tokens
 from linattn.typing._shifts import largest
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from linattn._arrays import namespace
 from linattn._generic.decay import fade
-from linattn._generic.numerics import finite_shift, rescaled
 from linattn._generic.states import merge
+from linattn._numerics import finite_shift, rescaled
 from linattn.typing import Array, State
 from linattn.typing._shifts import largest
 

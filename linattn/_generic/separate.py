@@ -5,8 +5,8 @@ from __future__ import annotations
 from linattn._arrays import namespace
 from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_features_hierarchical
-from linattn._generic.numerics import finite_shift
 from linattn._generic.states import by_feature
+from linattn._numerics import finite_shift
 from linattn.typing import Array, Features, Partial, SeparateDenominator, Spec, State, Tokens
 
 

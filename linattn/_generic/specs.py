@@ -16,7 +16,7 @@ import array_api_compat
 import numpy as np
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import exp_or_zero, finite_shift
+from linattn._numerics import exp_or_zero, finite_shift
 from linattn.typing import (
     ELU_PLUS_ONE,
     HEAVISIDE,

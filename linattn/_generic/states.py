@@ -10,7 +10,7 @@ import numpy as np
 
 from linattn._arrays import dtype_bits, namespace
 from linattn._generic.features import query_features, row_features
-from linattn._generic.numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
+from linattn._numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
 from linattn.typing._shifts import largest
 

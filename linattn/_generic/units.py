@@ -16,7 +16,7 @@ import array_api_compat
 import numpy as np
 
 from linattn._arrays import dtype_bits, namespace
-from linattn._generic.numerics import ignore_fp_warnings
+from linattn._numerics import ignore_fp_warnings
 from linattn.typing import Array, Declined, Problem, Recurrence
 
 SMALL = 2.0**-20

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from linattn._arrays import namespace
 from linattn._generic.feature_vjps import sum_to
-from linattn._generic.numerics import DECAYED, flushed
+from linattn._numerics import DECAYED, flushed
 from linattn._recurrence.decay import (
     Decay,
     cross_blocks,

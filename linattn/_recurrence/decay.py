@@ -17,7 +17,7 @@ from typing import NamedTuple
 import array_api_compat
 
 from linattn._arrays import namespace
-from linattn._generic.numerics import DECAYED, exp_or_zero
+from linattn._numerics import DECAYED, exp_or_zero
 from linattn.typing import Array
 
 

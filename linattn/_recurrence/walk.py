@@ -15,8 +15,8 @@ from linattn._arrays import is_staged
 from linattn._dispatch import find, is_declined, whole_function
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
-from linattn._generic.numerics import DECAYED, exp_or_zero, ignore_fp_warnings
 from linattn._home import at_home, node, wants_gradients
+from linattn._numerics import DECAYED, exp_or_zero, ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
 from linattn._recurrence.decay import chunk_decay, no_decay, one_part
 from linattn._recurrence.problem import sequences

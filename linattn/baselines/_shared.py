@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
-from linattn._generic.numerics import finite_shift, ignore_fp_warnings
+from linattn._numerics import finite_shift, ignore_fp_warnings
 from linattn.typing import Array, ArrayT
 from linattn.typing._shifts import largest
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from linattn import _arrays, _checks
-from linattn._generic.numerics import ignore_fp_warnings
+from linattn._numerics import ignore_fp_warnings
 from linattn.baselines import _shared
 from linattn.typing import Array, ArrayT
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _checks
-from linattn._generic.numerics import ignore_fp_warnings
+from linattn._numerics import ignore_fp_warnings
 from linattn.baselines import _shared
 from linattn.sampling._seeds import Seed, as_generator
 from linattn.typing import Array, ArrayT

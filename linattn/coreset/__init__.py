@@ -16,12 +16,13 @@ from typing import Self
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks
 from linattn._dispatch import BlockFunctions
 from linattn._driver.blocks import OutputRows
-from linattn._driver.problem import exact_problem, of_one_token
+from linattn._driver.problem import exact_problem
 from linattn._files import Arrays, Path
 from linattn._generic.states import divide
+from linattn._numerics import ignore_fp_warnings
 from linattn.coreset import _entries, _stream
 from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Partial, Problem
@@ -211,7 +212,7 @@ class CoresetAttention:
         _stream.check_continues(stream, problem)
         functions = BlockFunctions(problem.xp)
         output = OutputRows(problem, problem.value.shape[-1], problem.query.dtype, functions)
-        with _generic.ignore_fp_warnings():
+        with ignore_fp_warnings():
             for rows in self._block_rows(stream.length, problem.query.shape[-2]):
                 partial, stream = self._take(stream, problem, rows)
                 out = divide(partial)
@@ -235,7 +236,7 @@ class CoresetAttention:
         """
         _, token = _checks.check_arrays(1, query=query, key=key, value=value)
         query, key, value = (x[..., None, :] for x in token)
-        bias = None if key_bias is None else of_one_token("key_bias", key_bias, key)
+        bias = None if key_bias is None else _checks.of_one_token("key_bias", key_bias, key)
         return self.extend(query, key, value, key_bias=bias)[..., 0, :]
 
     def save(self, path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import array_api_compat
 import numpy as np
 
-from linattn import _arrays, _generic
+from linattn import _arrays
+from linattn._numerics import finite_shift
 from linattn.typing import Array, Partial
 
 JITTER = 1e-6
@@ -154,14 +155,14 @@ def _sums(
     log: Array, x1: Array, assigned: Array, members: Array, xp: ModuleType, lazy: bool
 ) -> tuple[Array, Array]:
     """Sum ``exp(log_j) x1_j`` over each cluster; the sums are ``sums * exp(top)``: (sums, top)."""
-    top = _generic.finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
+    top = finite_shift(xp.max(log, axis=-1, keepdims=True), xp)
     floor = top + float(np.log(xp.finfo(log.dtype).smallest_normal)) / 2
     if not lazy and bool(xp.all((log > floor) | (log == -xp.inf))):
         return xp.matmul(members, xp.exp(log - top)[..., None] * x1), top[..., None]
     # One scale would lose whole clusters to underflow.
     none = xp.full_like(top, -float("inf"))[..., None]
     top = xp.max(xp.where(members > 0, log[:, None, :], none), axis=-1, keepdims=True)
-    top = _generic.finite_shift(top, xp)
+    top = finite_shift(top, xp)
     weights = xp.exp(log[..., None] - _rows(top, assigned, xp))
     return xp.matmul(members, weights * x1), top
 
@@ -187,7 +188,7 @@ def reduce(
     # relative to their landmark's are bounded by the noise. A landmark that stands for nothing
     # does no harm: there is one only where all that stand for something are landmarks too.
     assigned = _nearest(other1, b1[..., :d], half, xp)
-    weights = xp.exp(other_log - _rows(_generic.finite_shift(b_log, xp), assigned, xp))
+    weights = xp.exp(other_log - _rows(finite_shift(b_log, xp), assigned, xp))
     sums = b1 + xp.matmul(_membership(assigned, m, x, xp), weights * other1)
     b = sums[..., :d] / sums[..., d:]
 

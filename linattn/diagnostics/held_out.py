@@ -8,7 +8,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _arrays, _checks, _dispatch, _generic
+from linattn import _arrays, _checks, _dispatch, _generic, _numerics
 from linattn._driver.blocks import block_slices, token_block, values_and_one_block
 from linattn._driver.pairs import biased_keys, biased_queries
 from linattn._driver.problem import exact_problem
@@ -245,7 +245,7 @@ def held_out_error(
         if not whole or chosen.ndim != 1 or np.any((chosen < 0) | (chosen >= L)):
             raise ValueError(f"rows must be numbers of queries from 0 to {L - 1}, got {rows!r}")
         chosen = chosen.astype(np.intp)
-    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+    with _numerics.ignore_fp_warnings(), _dispatch.limited_threads():
         exact = _arrays.to_numpy(_exact_rows(chosen, problem)).astype(np.float64)
         index = xp.asarray(chosen, device=array_api_compat.device(query))
         taken = xp.astype(xp.take(output, index, axis=-2), problem.dtype)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks, _numerics
 from linattn.diagnostics._shared import (
     Floats,
     check_tokens,
@@ -123,7 +123,7 @@ def attended_norms(
     x, y = x[..., queries, :], np.broadcast_to(y, (*lead, *y.shape[-2:]))
     index = np.broadcast_to(np.swapaxes(keys, -1, -2), (*lead, keys.shape[-1], 1))
     y = np.take_along_axis(y, index, axis=-2)
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         logits = scale * (x @ np.swapaxes(y, -1, -2))
         square = np.sum(x * x, axis=-1)[..., :, None] + np.sum(y * y, axis=-1)[..., None, :]
         v = scale * square + 2 * logits

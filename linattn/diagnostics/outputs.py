@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks, _numerics
 from linattn._driver import forward
 from linattn._driver.problem import check_feature_map, linear_problem, num_features_of
 from linattn._driver.stamps import check_map_of_state, check_sequences
@@ -227,7 +227,7 @@ def output_error(
     share = sizes / sizes.sum()
     correction = 1 / (1 - np.sum(share**2))
     batches = []
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         for features in _query_weights(x, log_scale, feature_map, kvz):
             terms = features[..., :, None] * kvz[..., None, :, :]
             rows = terms.reshape(*terms.shape[:-2], copies, -1, terms.shape[-1]).sum(axis=-3)
@@ -306,7 +306,7 @@ def effective_features(query: Array, state: State, feature_map: FeatureMap) -> F
     (50,)
     """
     x, kvz, log_scale = _read_inputs(query, state, feature_map)
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         parts = [
             _participation(features * kvz[..., None, :, -1])
             for features in _query_weights(x, log_scale, feature_map, kvz)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks, _numerics
 from linattn._driver.problem import check_feature_map
 from linattn.diagnostics._shared import (
     Floats,
@@ -329,7 +329,7 @@ def _weighted_pairs(
         raise ValueError(f"query and key must have a token, got shapes {x.shape} and {y.shape}")
     queries, keys = (evenly_spaced(a.shape[-2], num_samples) for a in (x, y))
     x, y, visible = x[..., queries, :], y[..., keys, :], visible[..., queries, :][..., keys]
-    with _generic.ignore_fp_warnings():
+    with _numerics.ignore_fp_warnings():
         kernel = np.asarray(feature_map.kernel(x, y))
         if getattr(feature_map, "softmax_kernel", False):
             log_kernel = feature_map.scale * (x @ np.swapaxes(y, -1, -2))

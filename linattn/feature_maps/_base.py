@@ -12,8 +12,8 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
-from linattn._driver.stamps import map_fingerprint
+from linattn import _arrays, _checks, _generic, _numerics
+from linattn._fingerprints import map_fingerprint
 from linattn.typing import Array, Features, MapSpec, Tokens
 from linattn.typing._shifts import largest
 
@@ -193,7 +193,7 @@ class BaseFeatureMap(ABC):
         dtype = _arrays.accumulation_dtype(xp, x.dtype, None)
         make = self.query_spec if side == "query" else self.key_spec
         spec = make(xp, dtype, array_api_compat.device(x))
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             log, values = _generic.evaluate(spec, Tokens(xp.astype(x, dtype, copy=False), None, 0))
             if values is not None and log.shape[-1] > 1:
                 # In a state a value of 0 has a log of its own, -inf; as features it needs none.
@@ -253,7 +253,7 @@ class BaseFeatureMap(ABC):
     def _on_host(self, function: PairFunction, x: Array, y: Array) -> Array:
         """Apply a closed form in float64 NumPy to arrays of any library."""
         xp, (x, y) = self._check(x=x, y=y)
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             hosts = (_arrays.to_numpy(a, name) for name, a in (("x", x), ("y", y)))
             result = function(*(host.astype(np.float64) for host in hosts))
             array = xp.asarray(np.asarray(result), device=array_api_compat.device(x))
@@ -263,7 +263,7 @@ class BaseFeatureMap(ABC):
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the map's kernel estimate ``phi(x) . phi(y)``, shapes as :meth:`kernel`."""
         xp, (x, y) = self._check(x=x, y=y)
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             (log_x, unit_x), (log_y, unit_y) = (
                 _unit_rows(features, xp)
                 for features in (self.query_features(x), self.key_features(y))
@@ -379,6 +379,6 @@ def square_distances(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[
 def _unit_rows(features: Features, xp: ModuleType) -> tuple[Array, Array]:
     """Split features into a log for each row and values of moderate size."""
     log, values = features
-    row = _generic.finite_shift(largest(log, keepdims=True), xp)
+    row = _numerics.finite_shift(largest(log, keepdims=True), xp)
     weights = xp.exp(log - row)
     return row, weights if values is None else weights * values

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _dispatch, _generic
+from linattn import _dispatch, _numerics
 from linattn.feature_maps._base import dots
 from linattn.feature_maps._dask_rows import compute_rows
 from linattn.feature_maps._landmark_fit import MIN_SAMPLED, Inputs, draw_heads, log_sum, strata
@@ -27,7 +27,7 @@ def draw_projection(given: Inputs, m: int, generator: np.random.Generator) -> tu
     normal = generator.standard_normal((m, given.key.shape[-1]))
     given = compute_rows(given, size, generator)
     root = sqrt(given.scale)
-    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+    with _numerics.ignore_fp_warnings(), _dispatch.limited_threads():
         lead, heads = draw_heads(given, key_strata, query_strata)
         landmarks = []
         for query, key, log_weight in heads.values():

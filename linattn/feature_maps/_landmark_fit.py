@@ -16,7 +16,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _dispatch, _generic
+from linattn import _arrays, _checks, _dispatch, _numerics
 from linattn._driver.blocks import block_slices, raw_tokens
 from linattn._driver.pairs import Pairs, biased_keys, biased_queries, join
 from linattn._driver.problem import exact_problem
@@ -152,7 +152,7 @@ def fit_landmarks(
     key_strata, query_strata, query_order = generator.random((3, max(size, p)))
     gumbel = generator.gumbel(size=size)
     given = compute_rows(given, max(size, p), generator)
-    with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+    with _numerics.ignore_fp_warnings(), _dispatch.limited_threads():
         lead, heads = draw_heads(given, key_strata[:size], query_strata)
         chosen = [x[strata(len(x), query_order[:p])] for x, *_ in heads.values()]
         probes, counts = stacked(chosen, lead, max(map(len, chosen)))

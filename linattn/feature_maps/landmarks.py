@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from linattn import _arrays, _checks, _dispatch, _generic
+from linattn import _arrays, _checks, _dispatch, _numerics
 from linattn.feature_maps._base import SoftmaxKernelMap, dots
 from linattn.feature_maps._clusters import LLOYD_STEPS, power_of_two
 from linattn.feature_maps._drawn_projection import draw_projection
@@ -402,7 +402,7 @@ class LandmarkFeatures(SoftmaxKernelMap):
         p = self.probes.shape[-2]
         few = np.linspace(0, p - 1, min(p, NUM_PROBES_CHECKED)).round().astype(np.intp)
         probes, known = self.scale * self.probes[..., few, :], self.log_normalizers[..., few]
-        with _generic.ignore_fp_warnings(), _dispatch.limited_threads():
+        with _numerics.ignore_fp_warnings(), _dispatch.limited_threads():
             weights = weights.of_keys(constant)
             found = log_normalizers(probes, constant(key), problem.dtype, weights)
             # In float32 logits of 1e9 are rounded by hundreds.

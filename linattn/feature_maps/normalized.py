@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks, _numerics
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.typing import Array, ColumnNormalized, Features, Opaque, Tokens
 
@@ -120,7 +120,7 @@ class SoftmaxFeatures(BaseFeatureMap):
     def estimate(self, x: Array, y: Array) -> Array:
         """Return the kernel as the features give it, in the accumulation dtype."""
         xp, (x, y) = self._check(x=x, y=y)
-        with _generic.ignore_fp_warnings():
+        with _numerics.ignore_fp_warnings():
             log_x, log_y = self.query_features(x).log, self.key_features(y).log
             queries = xp.exp(log_x - xp.max(log_x, axis=-1, keepdims=True))
             keys = xp.exp(log_y - xp.max(log_y, axis=-2, keepdims=True))

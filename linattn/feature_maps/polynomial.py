@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _checks, _generic
+from linattn import _arrays, _checks, _numerics
 from linattn.feature_maps._base import BaseFeatureMap, dots
 from linattn.typing import Array, Features, Opaque, Tokens
 from linattn.typing._shifts import largest
@@ -106,7 +106,7 @@ class _Evaluator:
         size = largest(xp.abs(u), keepdims=True)
         if any(self.used[:-1]):
             size = xp.maximum(size, xp.ones_like(size))
-        size = _generic.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
+        size = _numerics.divisor(xp.where(size == 0, xp.ones_like(size), size), xp)
         return u / size, size
 
     def _monomials(self, u: Array) -> Iterator[Array]:

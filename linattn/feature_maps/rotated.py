@@ -9,7 +9,8 @@ import numpy as np
 
 from linattn import _arrays, _checks
 from linattn._driver.problem import check_feature_map, map_specs
-from linattn._generic import evaluate, finite_shift, spec_lead
+from linattn._generic import evaluate, spec_lead
+from linattn._numerics import finite_shift
 from linattn.feature_maps._base import BaseFeatureMap
 from linattn.positions import rotary
 from linattn.typing import (

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from linattn import _arrays, _dispatch, _settings
-from linattn._driver.stamps import map_fingerprint
 from linattn._files import Arrays, Format, Path, StateFileError, checked_path
+from linattn._fingerprints import map_fingerprint
 from linattn.stream._checksums import Checksums, Record, checksum
 from linattn.stream._inputs import Inputs, dtype_name, read
 from linattn.stream._walks import Place, Walk

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from linattn import _arrays, _checks
-from linattn._driver.problem import check_pairing
 from linattn.functional import linear_attention
 from linattn.state import update_state
 from linattn.stream._checksums import Checksums, checksum
@@ -127,7 +126,7 @@ def check_inputs(inputs: Inputs, initial_state: State | None) -> tuple[State, tu
         window = _checks.check_positive_int("exact_window", window)
     query, key, value = (getattr(inputs, name) for name in names)
     remedy = "each query sees the keys up to its own position"
-    check_pairing(query, key, value, is_causal=inputs.is_causal, remedy=remedy)
+    _checks.check_pairing(query, key, value, is_causal=inputs.is_causal, remedy=remedy)
     if window is not None and query.shape[-2] != key.shape[-2]:
         raise ValueError(
             f"under exact_window query and key must have equal length, got {query.shape[-2]} and "

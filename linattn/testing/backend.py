@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays, _dispatch, _generic
+from linattn import _arrays, _dispatch, _numerics
 from linattn._checks import check_positive_int
 from linattn._driver.causal_blocks import rejected_rows
 from linattn.sampling import Seed, as_generator
@@ -92,7 +92,7 @@ class _Tally:
         if self.wrong:
             return
         try:
-            with _generic.ignore_fp_warnings(), warnings.catch_warnings():
+            with _numerics.ignore_fp_warnings(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 declined = check()
         except WrongResultError as wrong:

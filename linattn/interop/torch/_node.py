@@ -21,7 +21,7 @@ import torch
 
 from linattn import _checks, _settings
 from linattn._arrays import has_float64
-from linattn._driver.stamps import map_fingerprint
+from linattn._fingerprints import map_fingerprint
 from linattn.interop.torch._packing import pack, unpack
 from linattn.typing import Array, Recurrence
 
