@@ -25,7 +25,9 @@ from linattn._driver.blocks import (
     token_block,
     total_decay,
 )
+from linattn._driver.clusters import AssignedKeys
 from linattn._driver.packed import Batch, PackedRows, batches, join_states, solve_short
+from linattn._driver.problem import linear_problem
 from linattn._driver.runner import (
     Run,
     head_tasks,
@@ -44,7 +46,7 @@ from linattn._generic import units
 from linattn._generic.decay import fade
 from linattn._generic.states import divide, log_normalizer
 from linattn._home import at_home, exact, wants_gradients
-from linattn.typing import Array, Corrected, Index, Partial, Plan, Problem, State
+from linattn.typing import Array, Corrected, FeatureMap, Index, Partial, Plan, Problem, State
 
 if TYPE_CHECKING:
     # Loads threads, which a forward pass alone does not need.
@@ -324,6 +326,30 @@ def _join(problem: Problem, states: list[tuple[Index, State]]) -> State:
         log_scale[task_index(tuple(log_scale.shape), 1, task)] = state.log_scale
     before = 0 if problem.state is None else problem.state.length
     return State(kvz, log_scale, before + problem.key.shape[-2])
+
+
+def attend_assigned(
+    query: Array,
+    key: Array,
+    value: Array,
+    feature_map: FeatureMap,
+    assigned: AssignedKeys,
+    num_exact: int,
+    key_mask: Array | None,
+) -> tuple[Array, Array]:
+    """Read ``num_exact`` clusters exactly and all others by the map: output and log normalizer."""
+    if num_exact:
+        options = {"key_mask": key_mask, "exact_clusters": num_exact}
+        problem = linear_problem(query, key, value, feature_map, want_log=True, **options)
+        problem = problem.replace(exact=problem.exact._replace(assigned=assigned))
+    else:
+        # Their state has seen all keys.
+        key, value = key[..., :0, :], value[..., :0, :]
+        problem = linear_problem(query, key, value, feature_map, want_log=True)
+        problem = problem.replace(state=assigned.state)
+    output, _, log = solve(problem, return_state=False)
+    assert log is not None
+    return output, log
 
 
 @at_home()

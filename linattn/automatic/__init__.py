@@ -8,11 +8,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 
 from linattn import _arrays, _checks, _dispatch
-from linattn._driver.problem import exact_problem
 from linattn.automatic._call import Call
-from linattn.automatic._heads import Given
+from linattn.automatic._heads import Given, Heads, check_given
 from linattn.automatic._report import AttentionReport, HeadRecord, make_report
-from linattn.sampling import Seed, as_generator
+from linattn.sampling import Seed
 from linattn.typing import Array, ArrayT
 
 __all__ = ["AttentionReport", "attention"]
@@ -221,24 +220,9 @@ def attention(
     """
     return_report = _checks.check_flag("return_report", return_report)
     is_causal = _checks.check_flag("is_causal", is_causal)
-    problem = exact_problem(
-        query,
-        key,
-        value,
-        scale=scale,
-        is_causal=is_causal,
-        key_mask=key_mask,
-        key_bias=key_bias,
-        remedy="pass equal lengths",
-    )
-    if _arrays.is_differentiated(query, key, value, key_bias):
-        # Clusters are found on the host, and have no gradient.
-        problem = problem.replace(policy=problem.policy._replace(lazy=True))
-    scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
-    scale = _checks.check_finite_number("scale", scale, positive=True)
-    if tolerance is not None:
-        tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
-    given = Given(problem, key_mask, scale, tolerance, as_generator(rng), key_bias)
+    arrays = Heads(query, key, value, key_mask, key_bias)
+    given = check_given(arrays, is_causal, scale, tolerance, rng)
+    problem = given.problem
     # Lazy arrays have no values.
     call = Call(given) if given.num_heads and not problem.policy.lazy else None
     if call is None or not call.is_worth_a_search():

@@ -9,10 +9,11 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _arrays
+from linattn import _arrays, _checks
 from linattn._driver.problem import exact_problem
 from linattn.automatic._tokens import HostTokens, Rectangle, Rows, causal_rows, own_index
 from linattn.functional import softmax_attention
+from linattn.sampling import Seed, as_generator
 from linattn.typing import Array, Problem
 
 Places = slice | NDArray[np.intp]
@@ -140,6 +141,26 @@ class Given(NamedTuple):
         device = array_api_compat.device(self.problem.query)
         whole = _arrays.device_array(found, xp, self.problem.dtype, device)
         return xp.astype(whole[..., :-1], self.problem.query.dtype), whole[..., -1]
+
+
+def check_given(
+    heads: Heads, is_causal: bool, scale: float | None, tolerance: float | None, rng: Seed
+) -> Given:
+    """Check the arguments of a call."""
+    query, key, value, mask, bias = heads
+    weights = {"key_mask": mask, "key_bias": bias}
+    remedy = "pass equal lengths"
+    problem = exact_problem(
+        query, key, value, scale=scale, is_causal=is_causal, remedy=remedy, **weights
+    )
+    if _arrays.is_differentiated(query, key, value, bias):
+        # Clusters are found on the host, and have no gradient.
+        problem = problem.replace(policy=problem.policy._replace(lazy=True))
+    scale = problem.query.shape[-1] ** -0.5 if scale is None else scale
+    scale = _checks.check_finite_number("scale", scale, positive=True)
+    if tolerance is not None:
+        tolerance = _checks.check_finite_number("tolerance", tolerance, positive=True)
+    return Given(problem, mask, scale, tolerance, as_generator(rng), bias)
 
 
 def rows_of(xp: Any, x: Array, rows: Places) -> Array:

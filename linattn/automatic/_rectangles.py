@@ -15,9 +15,8 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays
-from linattn._driver import forward
 from linattn._driver.clusters import AssignedKeys
-from linattn._driver.problem import linear_problem
+from linattn._driver.forward import attend_assigned
 from linattn.automatic._costs import ALONE, may_be_in_vain
 from linattn.automatic._heads import Given, Places, rows_of
 from linattn.automatic._search import Choice
@@ -124,24 +123,14 @@ def _by_clusters(
     problem, xp = given.problem, given.problem.xp
     m, num_exact = choices[0].trial.num_features + ALONE, choices[0].num_exact
     phi, assigned = _map_and_keys(given, choices, m)
-    key, value = problem.key, problem.value
-    options: dict[str, Any] = {"want_log": True}
-    if not num_exact:
-        key, value = key[..., :0, :], value[..., :0, :]
-        solved = linear_problem(problem.query, key, value, phi, **options)
-        solved = solved.replace(state=assigned.state)
-    else:
-        if same_place is not None:
-            log = xp.astype(problem.query, problem.dtype) * xp.astype(same_place, problem.dtype)
-            log = given.scale * _arrays.to_numpy(xp.sum(log, axis=-1, keepdims=True))
-            column = assigned.of_key[:, places]
-            log = np.where(column[..., None] < m, log, -np.inf)
-            assigned = assigned._replace(raised=(np.minimum(column, m - 1), log))
-        options |= {"key_mask": given.key_mask, "exact_clusters": num_exact}
-        solved = linear_problem(problem.query, key, value, phi, **options)
-        solved = solved.replace(exact=solved.exact._replace(assigned=assigned))
-    output, _, log = forward.solve(solved, return_state=False)
-    return output, log
+    if num_exact and same_place is not None:
+        log = xp.astype(problem.query, problem.dtype) * xp.astype(same_place, problem.dtype)
+        log = given.scale * _arrays.to_numpy(xp.sum(log, axis=-1, keepdims=True))
+        column = assigned.of_key[:, places]
+        log = np.where(column[..., None] < m, log, -np.inf)
+        assigned = assigned._replace(raised=(np.minimum(column, m - 1), log))
+    tokens = problem.query, problem.key, problem.value
+    return attend_assigned(*tokens, phi, assigned, num_exact, given.key_mask)
 
 
 def _map_and_keys(

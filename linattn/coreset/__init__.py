@@ -17,11 +17,7 @@ import array_api_compat
 import numpy as np
 
 from linattn import _arrays, _checks
-from linattn._dispatch import BlockFunctions
-from linattn._driver.blocks import OutputRows
-from linattn._driver.problem import exact_problem
 from linattn._files import Arrays, Path
-from linattn._generic.states import divide
 from linattn._numerics import ignore_fp_warnings
 from linattn.coreset import _entries, _stream
 from linattn.sampling import Seed, as_generator
@@ -199,24 +195,21 @@ class CoresetAttention:
         -----
         Memory beyond inputs, outputs and the state is that of one block, whatever L.
         """
-        problem = exact_problem(
+        problem = _stream.problem_of(
             query,
             key,
             value,
             scale=self._scale,
-            is_causal=True,
             key_mask=key_mask,
             key_bias=key_bias,
         )
         stream = _stream.begin(problem) if self._stream is None else self._stream
         _stream.check_continues(stream, problem)
-        functions = BlockFunctions(problem.xp)
-        output = OutputRows(problem, problem.value.shape[-1], problem.query.dtype, functions)
+        output = _stream.output_of(problem)
         with ignore_fp_warnings():
             for rows in self._block_rows(stream.length, problem.query.shape[-2]):
                 partial, stream = self._take(stream, problem, rows)
-                out = divide(partial)
-                output.write((), rows, problem.xp.reshape(out, (*stream.lead, *out.shape[1:])))
+                output.write_divided((), rows, _stream.with_leading_axes(partial, stream.lead))
         result = output.result()
         self._stream = stream
         return result

@@ -6,15 +6,17 @@ Shape letters as in :mod:`linattn.coreset._entries`.
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat
 
 from linattn import _arrays
-from linattn._driver.blocks import token_block, values_and_one_block
+from linattn._dispatch import BlockFunctions
+from linattn._driver.blocks import OutputRows, token_block, values_and_one_block
+from linattn._driver.problem import exact_problem
 from linattn._files import Arrays, Format
 from linattn.coreset._entries import Entries, Moments
-from linattn.typing import Array, Problem
+from linattn.typing import Array, Partial, Problem
 
 ARRAYS = (
     "old_key",
@@ -56,6 +58,23 @@ class Stream(NamedTuple):
     """(H, r, d): queries of the current block, times the scale; NaN where they do not count."""
     moments: Moments
     length: int
+
+
+def problem_of(query: Any, key: Any, value: Any, **options: Any) -> Problem:
+    """Check the arguments of a call, and describe its tokens."""
+    return exact_problem(query, key, value, is_causal=True, **options)
+
+
+def output_of(problem: Problem) -> OutputRows:
+    """Return where the outputs of a call go."""
+    width, dtype = problem.value.shape[-1], problem.query.dtype
+    return OutputRows(problem, width, dtype, BlockFunctions(problem.xp))
+
+
+def with_leading_axes(partial: Partial, lead: tuple[int, ...]) -> Partial:
+    """Give sums of rows the leading axes of the stream."""
+    xp = _arrays.namespace(partial.num_den)
+    return Partial(*(xp.reshape(x, (*lead, *x.shape[1:])) for x in partial[:2]))
 
 
 def block_tokens(
