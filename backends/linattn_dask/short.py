@@ -6,7 +6,7 @@ from typing import Any
 
 from linattn.typing import Array, Declined, Problem
 
-MAX_ROWS = 1024
+MAX_LEN = 1024
 """Rows of a sequence whose operations, one by one, make a graph of some thousand tasks at most."""
 
 NAMES = {
@@ -44,10 +44,10 @@ def short(what: str, problem: Any) -> Declined:
     arrays: dict[str, Array] = {name: getattr(problem, name) for name in ("query", "key")}
     for name, array in arrays.items():
         chunks = array.chunks[-2]
-        if len(chunks) > 1 or sum(chunks) > MAX_ROWS:
+        if len(chunks) > 1 or sum(chunks) > MAX_LEN:
             shown = chunks if len(chunks) <= 6 else f"({', '.join(map(str, chunks[:5]))}, ...)"
             raise ValueError(
-                f"{name} must be one chunk of at most {MAX_ROWS} rows for {what} on Dask arrays, "
+                f"{name} must be one chunk of at most {MAX_LEN} rows for {what} on Dask arrays, "
                 f"got chunks {shown} along axis -2; compute() the arrays first, or call it on "
                 f"chunks of whole sequences by dask.array.map_blocks"
             )

@@ -83,7 +83,7 @@ def read_block_vjp(
     cotangent -= np.multiply(transposed(z), inner, out=more)
     sums = kvz.sum(axis=-2, keepdims=True)
     sizes = denominator * limits.row_sizes(grad_output)
-    if limits.rejected_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
+    if limits.underflowed_rows(sizes, sums / sums[..., -1:], kvz, floor) is not None:
         return limits.UNDERFLOWED
     g1 = np.concatenate([grad_output * inverse, -inner], axis=-1)
     sums = sum_to(weighted_sum(weights, g1), adjoint.kvz.shape[:-2])
@@ -108,7 +108,7 @@ def reduce_block_vjp(
             factor, scale = np.exp(features.row - top), scale + top[..., 0]
         if not scale.max() + features.max_log <= limit:
             return UNDERFLOWED_KEYS
-        kvz = limits.rescaled(kvz, scale, limits.FAINT)
+        kvz = limits.rescaled(kvz, scale, limits.FAINT_SUMMED)
         weights = features.weights
     elif isinstance(key_spec, Exponential):
         weights = log_features(key_spec, tokens, "key")

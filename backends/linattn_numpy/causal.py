@@ -23,8 +23,8 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.borders import Lengths, borders_of_tiles
 from linattn_numpy.buffers import Bools, Floats, buffer
 from linattn_numpy.causal_scales import (
-    CausalBlock,
     CommonScale,
+    GivenBlock,
     StabilizedBlock,
     common_scale,
     stabilize,
@@ -66,7 +66,7 @@ def scan_block(
     """
     if not (supports(query_spec) and supports(key_spec)):
         return unsupported(query_spec, key_spec)
-    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+    block = GivenBlock(query_spec, key_spec, query, key, values_and_one)
     (*heads, m, _), n = state.kvz.shape, values_and_one.shape[-2]
     # If true, each head must have the bits that it would have alone.
     are_apart = prod(heads) > 1 and n * m >= tuning.MIN_APART_ELEMENTS
@@ -90,7 +90,7 @@ scan_decayed_block = scan_block
 
 
 def _scan_unshifted(
-    block: CausalBlock, state: State, want_log: bool
+    block: GivenBlock, state: State, want_log: bool
 ) -> tuple[Partial, State] | Declined:
     """Scan on one scale for block and state."""
     query_spec, key_spec, query, key, values_and_one = block
@@ -125,7 +125,7 @@ def _scan_unshifted(
         return sums
     (num_den, floor, state_floor, _), kvz = sums
     den = num_den[..., -1:]
-    rejected = limits.rejected_rows(den, values_and_one, state.kvz, floor)
+    rejected = limits.underflowed_rows(den, values_and_one, state.kvz, floor)
     is_large = rejected is None and _is_kept(key_spec, key, state.kvz, kvz, state_floor)
     if not (is_large and limits.all_finite(num_den)):
         return limits.UNDERFLOWED
@@ -148,7 +148,7 @@ class Sums(NamedTuple):
 
 
 def scan_tiles(
-    block: CausalBlock,
+    block: GivenBlock,
     state: State,
     common: CommonScale,
     lengths: Lengths | None = None,
@@ -210,7 +210,7 @@ def scan_tiles(
 
 
 def _scan_stabilized(
-    block: CausalBlock, state: State, want_log: bool
+    block: GivenBlock, state: State, want_log: bool
 ) -> tuple[Partial, State] | Declined:
     """Scan on the maximum so far of each feature, each row on its own largest."""
     query_spec, key_spec, query, key, values_and_one = block
@@ -240,7 +240,7 @@ def _tile_rows(m: int) -> int:
 
 
 def _scan_rows(
-    block: CausalBlock, rows: slice, size: int, state: State, out: Partial
+    block: GivenBlock, rows: slice, size: int, state: State, out: Partial
 ) -> tuple[State, bool]:
     """Scan some rows by sub-blocks; return the state after them, and whether all are accepted."""
     n, v = rows.stop - rows.start, block.values_and_one[..., rows, :]
@@ -262,7 +262,7 @@ def _scan_rows(
     # A decay takes from denominators on any scale.
     for may_redo in (decay is None, False):
         floor = found.floor if decay is None else 2 * found.floor
-        rejected = limits.rejected_rows(num_den[..., -1:], v, state.kvz, floor)
+        rejected = limits.underflowed_rows(num_den[..., -1:], v, state.kvz, floor)
         # A row that sees no key is 0.
         if rejected is None or not (rejected := rejected & (log_row > -inf)).any():
             return after, True

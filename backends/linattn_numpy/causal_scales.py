@@ -64,7 +64,7 @@ def _is_near(log: Floats, g: Floats, limit: float) -> bool:
     return bool(((g - log <= limit) | (log == -np.inf)).all())
 
 
-class CausalBlock(NamedTuple):
+class GivenBlock(NamedTuple):
     """The specs, tokens and ``[v, 1]`` of a causal block, unchanged."""
 
     query_spec: Any
@@ -92,7 +92,7 @@ class StabilizedBlock(NamedTuple):
     """Least denominator from which underflow takes no more than rounding does, ``(..., 1, 1)``."""
 
 
-def stabilize(block: CausalBlock, state: State, runs: list[Run]) -> StabilizedBlock:
+def stabilize(block: GivenBlock, state: State, runs: list[Run]) -> StabilizedBlock:
     """Put keys on the maximum so far of each feature, and each query on its own largest.
 
     The maximum runs to the end of a sub-block, or of the block within MAX_PREFIX_LOG_LEAD.

@@ -18,7 +18,7 @@ import numpy as np
 from linattn.typing import Declined, Exponential, Spec, State, Tokens
 from linattn_numpy import limits
 from linattn_numpy.buffers import Bools, Floats, buffer
-from linattn_numpy.causal_scales import CausalBlock, common_scale, stabilize
+from linattn_numpy.causal_scales import GivenBlock, common_scale, stabilize
 from linattn_numpy.feature_vjps import NO_VJP, features_vjp, has_vjp, sum_to, unshifted_features
 from linattn_numpy.features import floor_of
 from linattn_numpy.products import product, sum_products, transposed, weighted
@@ -68,7 +68,7 @@ def scan_vjp(
     """
     if not (has_vjp(query_spec) and has_vjp(key_spec)):
         return NO_VJP
-    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+    block = GivenBlock(query_spec, key_spec, query, key, values_and_one)
     runs, rows = sub_blocks(values_and_one.shape[-2]), _unshifted_rows(block, state, adjoint)
     states = state, adjoint
     answer = rows if isinstance(rows, Declined) else _pull(block, rows, runs, states, grad_output)
@@ -79,7 +79,7 @@ def scan_vjp(
     return limits.UNDERFLOWED if isinstance(answer, list) else answer
 
 
-def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows | Declined:
+def _unshifted_rows(block: GivenBlock, state: State, adjoint: State) -> _Rows | Declined:
     queries = unshifted_features(block.query_spec, block.query, "query")
     if isinstance(queries, Declined):
         return queries
@@ -109,7 +109,7 @@ def _unshifted_rows(block: CausalBlock, state: State, adjoint: State) -> _Rows |
 
 
 def _pull_stabilized(
-    block: CausalBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
+    block: GivenBlock, runs: list[Run], states: tuple[State, State], grad_output: Floats
 ) -> Gradients | Declined:
     """Pull back on the largest logs so far; again by shorter sub-blocks where rows lose digits."""
     q, k, start, _, log_scale, rises, floor = stabilize(block, by_feature(states[0]), runs)
@@ -124,7 +124,7 @@ def _pull_stabilized(
 
 
 def _pull(
-    block: CausalBlock,
+    block: GivenBlock,
     rows: _Rows,
     runs: list[Run],
     states: tuple[State, State],
@@ -152,7 +152,7 @@ def _pull(
     # Cotangents and the values that their rows see must be large enough for underflow to leave
     # their products. They are divided by denominators for queries, and not for keys.
     sizes = np.minimum(limits.row_sizes(grad_output), 1) * np.minimum(denominators, 1)
-    rejected = limits.rejected_rows(sizes, block.values_and_one, state.kvz, rows.floor)
+    rejected = limits.underflowed_rows(sizes, block.values_and_one, state.kvz, rows.floor)
     if rejected is not None:
         return limits.UNDERFLOWED if rows.rises is None else _finer(runs, rejected)
     inverses, g1 = 1 / denominators, np.empty((*lead, n, v.shape[-1]), v.dtype)
@@ -234,7 +234,7 @@ def _finer(runs: list[Run], rejected: Bools) -> list[Run]:
 
 
 def _pull_keys(
-    block: CausalBlock, rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
+    block: GivenBlock, rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
 ) -> tuple[Floats, Floats, State]:
     """Gradients of keys and of ``[v, 1]``, and the adjoint before the block."""
     k, v, lead, n = rows.k, rows.v, adjoint.kvz.shape[:-2], rows.v.shape[-2]
@@ -262,7 +262,7 @@ def _adjoint_states(rows: _Rows, pairs: list[_Pairs], g1: Floats, adjoint: State
     """Adjoints before each sub-block and after the last, ``(..., count + 1, m, e + 1)``."""
     kvz, count = adjoint.kvz, pairs[-1][0].places.stop
     states = buffer("states", (*kvz.shape[:-2], count + 1, *kvz.shape[-2:]), kvz.dtype)
-    log, least = rows.log_scale[..., -1, :], limits.LEAST if rows.least else limits.FAINT
+    log, least = rows.log_scale[..., -1, :], limits.LEAST if rows.least else limits.FAINT_SUMMED
     states[..., -1, :, :] = limits.rescaled(kvz, adjoint.log_scale + log, least)
     for run, _, _ in pairs:
         qs, gs, sums = run.split(rows.q), run.split(g1), states[..., run.places, :, :]

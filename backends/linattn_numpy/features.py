@@ -271,18 +271,18 @@ def log_features(spec: Exponential, tokens: Tokens, name: str) -> Floats:
 
 
 def exponents(
-    spec: Exponential, x: Floats, addend: Floats, name: str, *, by_feature: bool = False
+    spec: Exponential, x: Floats, addend: Floats, name: str, *, ordered_by_feature: bool = False
 ) -> Floats:
     """Return ``x P + addend``, or ``[x P, -x P] + addend`` for a paired map.
 
     The result is in a buffer, unless ``addend`` has more leading axes (of a state) than the
-    product. ``by_feature``: memory is ordered by feature, so that the numbers of one feature are
-    adjacent. With many tokens, elementwise steps are then fewer and longer.
+    product. ``ordered_by_feature``: the numbers of one feature are adjacent in memory. With many
+    tokens, elementwise steps are then fewer and longer.
     """
     r, lead, n = spec.P.shape[-1], broadcast_lead(x.shape[:-2], spec.P.shape[:-2]), x.shape[-2]
     m = r * num_sign_halves(spec)
-    u = buffer(name, (*lead, m, n) if by_feature else (*lead, n, m), x.dtype)
-    u = transposed(u) if by_feature else u
+    u = buffer(name, (*lead, m, n) if ordered_by_feature else (*lead, n, m), x.dtype)
+    u = transposed(u) if ordered_by_feature else u
     last = np.matmul(x, spec.P, out=u[..., -r:])
     if not limits.size_bound(x) * limits.size_bound(spec.P) < limits.MAX_READ[x.itemsize]:
         # An exponent may overflow in a part of its sum, and is then not known to be small.

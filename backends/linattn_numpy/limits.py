@@ -51,7 +51,7 @@ MIN_EXACT_DENOMINATOR = 1e-3  # of softmax attention, where 1 is what a shifted 
 LEAST = {4: 2.0**-63, 8: 2.0**-511}
 """Smallest weights that are not 0: products of two, or with values, are normal numbers."""
 
-FAINT = {4: 2.0**-75, 8: 2.0**-600}
+FAINT_SUMMED = {4: 2.0**-75, 8: 2.0**-600}
 """The same beside unshifted features in gradients, within MAX_VJP_EXPONENT."""
 
 FADED = {4: 2.0**-100, 8: 2.0**-900}
@@ -162,7 +162,7 @@ def row_sizes(x: Floats) -> Floats:
     return np.asarray(np.where(sizes == 0, sizes.dtype.type(np.inf), sizes))
 
 
-def rejected_rows(
+def underflowed_rows(
     denominators: Floats,
     values_and_one: Floats,
     kvz: Floats,

@@ -20,7 +20,7 @@ from linattn_numpy import limits, tuning
 from linattn_numpy.borders import Lengths
 from linattn_numpy.buffers import Floats, buffer
 from linattn_numpy.causal import Sums, scan_tiles
-from linattn_numpy.causal_scales import CausalBlock, CommonScale, common_scale
+from linattn_numpy.causal_scales import CommonScale, GivenBlock, common_scale
 from linattn_numpy.features import (
     FeatureMaker,
     are_moderate,
@@ -75,7 +75,7 @@ def sequences_block(
         if limits.are_far_apart(row):
             return limits.SMALL_SHARES
         common, log_row = common._replace(value_weights=np.exp(row)), log_row + top
-    block = CausalBlock(query_spec, key_spec, query, key, values_and_one)
+    block = GivenBlock(query_spec, key_spec, query, key, values_and_one)
     longest = int(lengths.max())
     if is_causal and (longest > tuning.SQUARE_ROWS or lengths.min() < longest):
         sums = _scan_all(block, common, lengths)
@@ -97,7 +97,7 @@ def sequences_block(
     return Partial(num_den, row_log(query_spec, query, log_row, want_log))
 
 
-def _scan_all(block: CausalBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
+def _scan_all(block: GivenBlock, common: CommonScale, lengths: Lengths) -> Sums | Declined:
     """Scan all sequences as one, dropping the state at every border."""
     values = block.values_and_one
     *heads, m = features_shape(block.key_spec, block.key.x)
@@ -132,7 +132,7 @@ def _tiles(
 class _Apart:
     """Attention of sequences, a tile of them at a time: short ones by pairs, others by states."""
 
-    def __init__(self, block: CausalBlock, common: CommonScale) -> None:
+    def __init__(self, block: GivenBlock, common: CommonScale) -> None:
         query_spec, key_spec, query, key, values = self._block = block
         if not (common.value_weights == 1).all():
             values = weighted(values, common.value_weights)

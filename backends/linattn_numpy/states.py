@@ -153,13 +153,13 @@ def _add_stabilized(
     log_scale = np.broadcast_to(state.log_scale, kvz.shape[:-1]).copy()
     col = np.broadcast_to(key_spec.col, kvz.shape[:-1])
     for heads, place in tiles_by_head(key_spec, x, *tuning.STABILIZED_TILE, *leads):
-        log = exponents(key_spec, x[place], row[place], "features", by_feature=True)
+        log = exponents(key_spec, x[place], row[place], "features", ordered_by_feature=True)
         top = log.max(axis=-2)
         if not np.isfinite(top.max()) and not np.all(top == -np.inf):
             return Declined("log features are not finite")
         log -= limits.finite_shift(top)[..., None, :]
         # They are multiplied by values only.
-        weights, sums = limits.weights(log, None, limits.FAINT), np.empty_like(kvz[heads])
+        weights, sums = limits.weights(log, None, limits.FAINT_SUMMED), np.empty_like(kvz[heads])
         w = ones_column(log.shape[-2], value.dtype) if ones is None else ones[place]
         _put_sums(weights, value[place], w, sums)
         part = add_sums(State(kvz[heads], log_scale[heads], 0), sums, top + col[heads], 0)
@@ -261,7 +261,7 @@ def _read_stabilized(
     row = np.empty((*lead, x.shape[-2], 1), kvz.dtype)
     leads = kvz.shape[:-2], offsets.shape[:-2]
     for heads, place in tiles_by_head(query_spec, x, *tuning.STABILIZED_TILE, *leads):
-        log = exponents(query_spec, x[place], offsets[heads], "features", by_feature=True)
+        log = exponents(query_spec, x[place], offsets[heads], "features", ordered_by_feature=True)
         row[place] = log.max(axis=-1, keepdims=True)
         log -= limits.finite_shift(row[place])
         np.matmul(limits.weights(log), kvz[heads], out=num_den[place])

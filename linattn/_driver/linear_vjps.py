@@ -32,12 +32,12 @@ from linattn._generic.block_vjps import (
     row_cotangent,
     row_scale,
 )
-from linattn._generic.causal_vjps import CausalBlock
+from linattn._generic.causal_vjps import BlockPullback
 from linattn._generic.column_means import column_normalized_vjp
 from linattn._generic.decay import near
 from linattn.typing import Array, Partial, Problem, RowScale, State, Tokens
 
-MAX_ROWS = 128
+MAX_PULLED = 128
 """Tokens of a causal block that is done by divide and conquer, from the cotangents of its rows."""
 
 ROWS_AT_ONCE = 1024
@@ -52,7 +52,7 @@ def pull_linear(pull: Pullback, checkpoints: Checkpoints | None) -> Iterator[Sta
     problem = pull.problem
     if problem.weights.log_decay is not None or not problem.normalize:
         # Rows are read on the true scale.
-        size = pull.block_size if problem.mode == "full" else min(pull.block_size, MAX_ROWS)
+        size = pull.block_size if problem.mode == "full" else min(pull.block_size, MAX_PULLED)
         pull = pull._replace(problem=problem.replace(want_log=True), block_size=size)
     state = initial_state(problem)
     line = Line(pull.problem, pull.functions, state.length)
@@ -98,7 +98,10 @@ def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
     bias, left, right = problem.weights.relative_bias, None, None
     if bias is not None:
         left, right = bias.table[..., None, :1], bias.table[..., None, -1:]
-    nothing, size = initial_state(problem.replace(state=None)), min(pull.block_size, MAX_ROWS)
+    nothing, size = (
+        initial_state(problem.replace(state=None)),
+        min(pull.block_size, MAX_PULLED),
+    )
 
     def back(line: Line, steps: Iterable[Step], first: State, adjoint: State) -> Iterator[State]:
         return LinePullback(pull, line, numbers).back([(first, list(steps))], adjoint)
@@ -266,7 +269,7 @@ class LinePullback(NamedTuple):
             g1=step.place_queries(turned(rows.g1), 0.0),
             log=step.place_queries(turned(rows.log), float("inf")),
         )
-        found = CausalBlock(specs, query, key, values).pull(rows, state, adjoint)
+        found = BlockPullback(specs, query, key, values).pull(rows, state, adjoint)
 
         def of_queries(x: Array) -> Array:
             return None if x is None else turned(step.queries_of(x))

@@ -32,7 +32,7 @@ from linattn._generic.block_vjps import softmax_weights
 from linattn._generic.feature_vjps import sum_to
 from linattn.typing import Array, Exact, Problem, State
 
-MAX_ROWS, MIN_TILE = 512, 128
+MAX_TILE, MIN_TILE = 512, 128
 """Most queries and most keys of a step, whose pairs are all in memory; least queries near keys."""
 
 Slices = list[slice]
@@ -78,7 +78,7 @@ def pull_parts(pull: Pullback) -> Iterator[State]:
         yield from pull_lines(pull, numbers)
         return
     sinks = Sinks.of(problem)
-    for rows in block_slices(problem.query.shape[-2], min(pull.block_size, MAX_ROWS)):
+    for rows in block_slices(problem.query.shape[-2], min(pull.block_size, MAX_TILE)):
         _pull_pair(unchanged, rows, sinks.keys, numbers, sinks.visible(rows), sinks.bias(rows))
     if pull.cotangent.state is not None:
         _pull_sinks_of_state(pull, sinks.keys)
@@ -90,7 +90,7 @@ def _near_pairs(problem: Problem, block_size: int) -> Iterator[tuple[slice, slic
     w, start, length = problem.exact.window, problem.sees.query_start, problem.query.shape[-2]
     assert w is not None
     tile = w * -(-MIN_TILE // w)
-    most = min(block_size, MAX_ROWS)
+    most = min(block_size, MAX_TILE)
     for i in range(start // tile, -(-(length + start) // tile)):
         places = slice(max(i * tile, start), min((i + 1) * tile, length + start))
         for part in block_slices(places.stop - places.start, most):

@@ -48,10 +48,10 @@ class Pairs(NamedTuple):
 def pairs_of(problem: Problem, spec: Exact, rows: slice, keys: slice) -> Pairs:
     """Pairs of some queries and some keys of softmax attention."""
     weights = visible_pairs(problem, rows, keys), offset_bias(problem, rows, keys)
-    return Pairs(spec, *exact_keys(problem, keys), *weights)
+    return Pairs(spec, *keys_and_values(problem, keys), *weights)
 
 
-def exact_keys(problem: Problem, keys: slice) -> tuple[Tokens, Array]:
+def keys_and_values(problem: Problem, keys: slice) -> tuple[Tokens, Array]:
     """Keys of softmax attention and their ``[v, 1]``."""
     key = biased_keys(problem, raw_tokens(problem, "key", keys, 0))
     return key, values_and_one_block(problem, keys)

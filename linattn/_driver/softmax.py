@@ -25,9 +25,9 @@ from linattn._driver.pairs import (
     band,
     biased_keys,
     biased_queries,
-    exact_keys,
     is_banded,
     join,
+    keys_and_values,
     keys_of_rows,
     no_keys_seen,
     offset,
@@ -113,7 +113,7 @@ def _sources(problem: Problem, spec: Exact, rows: slice, num_keys: int) -> Itera
     whole, keys = seen_by_all(problem, rows), keys_of_rows(problem, rows)
     runs = [whole, slice(keys.start, whole.start), slice(whole.stop, keys.stop)]
     if not problem.sees.ahead and not is_banded(problem):
-        yield _Triangle(spec, *exact_keys(problem, rows))
+        yield _Triangle(spec, *keys_and_values(problem, rows))
         runs = [slice(0, rows.start)]
     elif is_banded(problem) and keys.stop - keys.start <= num_keys:
         runs = [keys]
@@ -163,7 +163,9 @@ def _rows_of_backend(
         keys = keys_of_rows(problem, rows)
         spec, query = _queries(problem, rows)
         first = offset(problem, rows, keys)
-        part = band_block(spec, query, *exact_keys(problem, keys), (-left - first, right - first))
+        part = band_block(
+            spec, query, *keys_and_values(problem, keys), (-left - first, right - first)
+        )
         if is_declined(part):
             yield from _windows(problem, functions, rows)
         else:

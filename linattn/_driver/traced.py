@@ -26,7 +26,7 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.lines import Line, flip
-from linattn._driver.pairs import band, biased_queries, exact_keys, no_keys_seen
+from linattn._driver.pairs import band, biased_queries, keys_and_values, no_keys_seen
 from linattn._driver.runner import initial_state, update
 from linattn._driver.sinks import Sinks, without_sinks
 from linattn._driver.specs import is_placed, read_spec, select_rows
@@ -418,7 +418,7 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
 def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
     """Pair blocks of queries with the blocks of keys that any of them sees, and with no other."""
     jax, xp, size = sys.modules["jax"], problem.xp, problem.key.shape[-2]
-    (key, values), length = exact_keys(problem, slice(0, size)), problem.query.shape[-2]
+    (key, values), length = keys_and_values(problem, slice(0, size)), problem.query.shape[-2]
     missing = np.zeros(-length % ROWS, np.int64)
     low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in _seen(problem))
     last = np.where(low < stop, stop, 0).max(axis=1)

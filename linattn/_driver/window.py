@@ -49,7 +49,7 @@ from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
 from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import (
     blocks_of,
-    flip,
+    flip_states,
     merge_in_turn,
     prefix_merge,
     stack_states,
@@ -420,10 +420,10 @@ class Window(NamedTuple):
             key = weighed(key, decay - keys.log_decay[..., :1, :])
         states = self._of_blocks(key, keys.values_and_one)
         run = slice(3, count + 2)
-        states = flip(blocks_of(states, run))
+        states = flip_states(blocks_of(states, run))
         if totals is not None:
             totals = self.problem.xp.flip(totals[..., run, :], axis=-2)
-        return flip(_running(self.problem, after, states, totals, slice(0, count - 1)))
+        return flip_states(_running(self.problem, after, states, totals, slice(0, count - 1)))
 
     def _of_blocks(self, key: Tokens, values_and_one: Array) -> State:
         """State of each block, with an axis of blocks."""

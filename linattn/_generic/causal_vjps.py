@@ -49,7 +49,7 @@ def scan_vjp(
 
     O(n m (d + e log n) + n^2 (m + e)) time, O(n m) memory.
     """
-    block = CausalBlock((query_spec, key_spec), query, key, values_and_one)
+    block = BlockPullback((query_spec, key_spec), query, key, values_and_one)
     found = block.pull(block.divided_rows(state, grad_output), state, adjoint)
     return found.query, found.key, found.values_and_one, found.adjoint
 
@@ -67,8 +67,8 @@ class BlockGradients(NamedTuple):
     adjoint: State
 
 
-class CausalBlock:
-    """A causal block, evaluated."""
+class BlockPullback:
+    """A causal block, evaluated, to pull its rows back."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ def state_at(states: State, index: int) -> State:
     return State(states.kvz[..., index, :, :], states.log_scale[..., index, :], 0)
 
 
-def flip(states: State) -> State:
+def flip_states(states: State) -> State:
     """Reverse the order of states along an axis of blocks."""
     xp = namespace(states.kvz)
     return State(xp.flip(states.kvz, axis=-3), xp.flip(states.log_scale, axis=-2), 0)
