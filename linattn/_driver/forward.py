@@ -241,7 +241,8 @@ def _solve_tasks(
         part = take_problem(problem, task)
         write_read = partial(results.output.write_read, task) if results.divides_reads else None
         write = partial(results.write, task)
-        return Run(part, functions, plan.block_size, write, write_read, store)
+        keeps = return_state or keeps_last
+        return Run(part, functions, plan.block_size, write, write_read, store, keeps)
 
     def solve_task(task: Index) -> Iterator[State | None]:
         of_task = run_of(task)

@@ -98,10 +98,8 @@ def pull_lines(pull: Pullback, numbers: Array) -> Iterator[State]:
     bias, left, right = problem.weights.relative_bias, None, None
     if bias is not None:
         left, right = bias.table[..., None, :1], bias.table[..., None, -1:]
-    nothing, size = (
-        initial_state(problem.replace(state=None)),
-        min(pull.block_size, MAX_PULLED),
-    )
+    nothing = initial_state(problem.replace(state=None))
+    size = min(pull.block_size, MAX_PULLED)
 
     def back(line: Line, steps: Iterable[Step], first: State, adjoint: State) -> Iterator[State]:
         return LinePullback(pull, line, numbers).back([(first, list(steps))], adjoint)

@@ -46,6 +46,8 @@ class Run(NamedTuple):
     """
     store: Callable[[int, State], None] | None = None
     """``store(row, state)`` receives the state before each causal block."""
+    keeps_state: bool = False
+    """Whether the state after all keys is needed, also of keys that no query reads."""
 
     def segment(self, rows: slice) -> Run:
         """Return the run of some rows only; the receivers get row numbers of the whole.
@@ -77,7 +79,10 @@ class Run(NamedTuple):
 
 
 def run(run: Run) -> Iterator[State | None]:
-    """Compute a problem; yield the state after each block, None in softmax attention."""
+    """Compute a problem; yield the state after each block.
+
+    None in softmax attention, and after a window if the state is not kept.
+    """
     problem = run.problem
     if problem.exact.sinks:
         return _with_sinks(run)
@@ -177,11 +182,13 @@ def _softmax(run: Run) -> Iterator[None]:
         yield None
 
 
-def _window(run: Run, state: State) -> Iterator[State]:
+def _window(run: Run, state: State) -> Iterator[State | None]:
     clusters = None
     if run.problem.exact.clusters is not None:
         clusters, _ = sort_keys(run.problem, state, run.block_size, run.functions)
-    yield window_rows(run.problem, state, run.block_size, run.functions, run.write, clusters)
+    last = window_rows(run.problem, state, run.block_size, run.functions, run.write, clusters)
+    # The last keys are far from no query.
+    yield last() if run.keeps_state else None
 
 
 def _clusters(run: Run, state: State) -> Iterator[State]:

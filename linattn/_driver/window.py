@@ -76,10 +76,11 @@ def window_rows(
     functions: BlockFunctions,
     write: Callable[[slice, Partial], None],
     clusters: ExactClusters | None = None,
-) -> State:
-    """Attend to near keys exactly and to far ones by the map; return the state after all keys.
+) -> Callable[[], State]:
+    """Attend to near keys exactly and to far ones by the map.
 
-    The keys of the state are far from every query. O(L (w (d + e) + m (d + e))) time; memory
+    Returns a function that adds the keys that are still left and returns the state after all. The
+    keys of ``state`` are far from every query. O(L (w (d + e) + m (d + e))) time; memory
     for w < c, c tokens a group: O(c (w + m) + F m e log(L / c) / log(F)) with F = MAX_STATES of
     `steps`.
     """
@@ -91,8 +92,12 @@ def window_rows(
         else:
             part = window.read_lines(rows, left, sides)
         write(rows, part)
-    last = left.advance(problem.key.shape[-2], block_size)
-    return State(last.kvz, last.log_scale, state.length + problem.key.shape[-2])
+
+    def after_all() -> State:
+        last = left.advance(problem.key.shape[-2], block_size)
+        return State(last.kvz, last.log_scale, state.length + problem.key.shape[-2])
+
+    return after_all
 
 
 class Reader:
@@ -200,9 +205,7 @@ class Window(NamedTuple):
     def line(self, end: int, *, reverse: bool = False) -> Line:
         """Return a line of the keys to the left (``end`` 0) or to the right (-1) of a window."""
         bias = self.problem.weights.relative_bias
-        weight = (
-            None if bias is None else (bias.table[..., :1], bias.table[..., -1:])[end][..., None]
-        )
+        weight = None if bias is None else bias.table[..., end, None, None]
         return Line(self.problem, self.functions, self.start, reverse, weight)
 
     # How queries are cut
@@ -311,10 +314,8 @@ class Window(NamedTuple):
 
     def _near(self, rows: slice, tile: int) -> tuple[_Near, Tokens, int]:
         """Return near keys of some queries, these in tiles, and the rows of padding before them."""
-        start, flat = (
-            self.problem.sees.query_start,
-            raw_tokens(self.problem, "query", rows, self.start),
-        )
+        start = self.problem.sees.query_start
+        flat = raw_tokens(self.problem, "query", rows, self.start)
         first, count = self._tiles(rows, tile)
         front = rows.start + start - first * tile
         keys = self.keys(rows, tile)
