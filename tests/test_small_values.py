@@ -299,6 +299,27 @@ def test_sizes_in_every_library(xp, mode, sizes):
     check_sizes(mode, "float32", of_value, of_cotangent, 0, like, back)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_cotangents_of_normalizers_are_large_beside_tiny_values(xp, is_causal, packed):
+    # Normalizers have no values in them: in units of both they would overflow.
+    rng = np.random.default_rng(0)
+    query, key, value, output = rng.standard_normal((4, 2, 9, 4)).astype(np.float32)
+    value *= np.float32(1e-30)
+    phi, options = EluFeatures(), {"is_causal": is_causal, "return_state": True}
+    if packed:
+        options["cu_seqlens"] = np.array([0, 4, 9])
+    found = []
+    for dtype in (np.float32, np.float64):
+        arrays = [xp.array(x.astype(dtype)) for x in (query, key, value)]
+        (_, state), pullback = linattn.linear_attention_vjp(*arrays, phi, **options)
+        of_state = np.full(tuple(state.kvz.shape), 1e22, dtype)
+        gradients = pullback(xp.array(output.astype(dtype)), xp.array(of_state))
+        found.append([xp.numpy(x).astype(np.float64) for x in gradients])
+    for got, want in zip(*found, strict=True):
+        assert_at_most(abs(got - want).max(), 1e-4 * abs(want).max())
+
+
 def test_weights_far_above_1_overflow_in_no_unit():
     """Numerators of weights of e^100 and values of 1e-30 are in range, and not in units."""
     query, key, value = (np.ones((30, n), np.float32) for n in (DIM, DIM, VALUE_DIM))

@@ -93,6 +93,45 @@ def pull(
     """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
     checkpoints = checkpoints and checkpoints.of(problem)
     value = units.value_log(problem, whole=True)
+    if not _normalizers_overflow(problem, cotangent, value):
+        return _pull_in_units(problem, cotangent, value, checkpoints)
+    numerators, normalizers = _in_two(cotangent)
+    found = _pull_in_units(problem, numerators, value, checkpoints)
+    more = _pull_in_units(problem, normalizers, 0, None)
+    sums = (None if x is None else x + y for x, y in zip(found, more, strict=True))
+    return Gradients(*sums)
+
+
+def _normalizers_overflow(problem: Problem, cotangent: Cotangent, value: Any) -> bool:
+    """Whether normalizers of a state have cotangents that units of tiny values would lift to inf.
+
+    Numbers of lazy arrays are not read.
+    """
+    state, heads = cotangent.state, units.heads_of(problem)
+    if state is None or isinstance(value, int) or problem.policy.lazy:
+        return False
+    _, log = _in_units(cotangent, heads, value)
+    return units.is_out_of_room(state.kvz[..., -1:], heads, value + log)
+
+
+def _in_two(cotangent: Cotangent) -> tuple[Cotangent, Cotangent]:
+    """Divide into the cotangents of all else and those of the normalizers of the state."""
+    output, state = cotangent
+    assert state is not None
+    xp, zeros = _arrays.namespace(output), _arrays.namespace(output).zeros_like
+    numerators, normalizers = state.kvz[..., :-1], state.kvz[..., -1:]
+    first = xp.concat([numerators, zeros(normalizers)], axis=-1)
+    second = xp.concat([zeros(numerators), normalizers], axis=-1)
+    return (
+        Cotangent(output, state._replace(kvz=first)),
+        Cotangent(zeros(output), state._replace(kvz=second)),
+    )
+
+
+def _pull_in_units(
+    problem: Problem, cotangent: Cotangent, value: Any, checkpoints: Checkpoints | None
+) -> Gradients:
+    """Do as `pull`; ``value``: log2 of the units of values."""
     cotangent, grad = _in_units(cotangent, units.heads_of(problem), value)
     found = _pull(units.in_units(problem, value), cotangent, checkpoints)
     if isinstance(value, int) and isinstance(grad, int):

@@ -3,8 +3,8 @@
 The result is multiplied by the unit, which is exact: attention is linear in its values, gradients
 in cotangents. Units avoid subnormal products, which some processors compute a hundred times as
 slowly, and products that overflow. Each head has its own unit if heads share no array. Outputs
-get units on NumPy, gradients in every library but Dask; elsewhere than on NumPy none of this reads
-a number.
+get units on NumPy, gradients in every library but Dask; elsewhere than on NumPy only
+`is_out_of_room` reads a number.
 """
 
 from __future__ import annotations
@@ -175,6 +175,15 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
         if is_empty and not whole and isinstance(unit_log(lead, few), int):
             return 0
         return unit_log(lead, value, _means(state.kvz), seen=seen, whole=whole)
+
+
+def is_out_of_room(x: Array, lead: tuple[int, ...], log: Any) -> bool:
+    """Whether numbers divided by ``2^log``, of each head, are far above `LARGE`."""
+    if 0 in x.shape:
+        return False
+    xp = namespace(x)
+    top = _largest(x, None, len(lead))[..., None, None]
+    return bool(xp.any((top > 0) & (_exponent(top) - log > 2 * LARGE[dtype_bits(x.dtype)])))
 
 
 def _means(kvz: Array) -> Array:
