@@ -65,6 +65,9 @@ MAX_APART = 4
 MAX_GENERIC = 4
 """Longest window that is read by steps where causal blocks are generic code."""
 
+MAX_SHORT = 12
+"""The same elsewhere, beside an eighth of the features: a state for each block costs by these."""
+
 MIN_TILE = 64
 """Least tokens of a tile, whose near pairs are computed together; a tile has whole blocks."""
 
@@ -195,7 +198,9 @@ class Window(NamedTuple):
         backend = functions.backend_alone("scan_block")
         # Causal blocks of keys that are assigned to columns are generic code, in every library.
         is_assigned = isinstance(innermost(problem.key_spec), Assigned)
-        most = MAX_GENERIC if backend is None or is_assigned else MIN_RUN - 1
+        most = MAX_GENERIC
+        if backend is not None and not is_assigned:
+            most = min(MIN_RUN - 1, MAX_SHORT + problem.num_features // 8)
         short = size <= most and not (in_place or problem.policy.lazy)
         tile = size * -(-MIN_TILE // size) if short else size
         group = max(1, block_size // tile) * tile
