@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     RotatedFeatures,
     SoftmaxFeatures,
+    TrigonometricFeatures,
 )
 
 pytestmark = pytest.mark.frameworks
@@ -155,6 +157,29 @@ def test_exact_attention_is_numpys(jax, options):
     options = EXACT[options]
     want = linattn.softmax_attention(*HOST, **options)
     agree(traced(jax, linattn.softmax_attention, HOST, options), want)
+
+
+def test_a_state_without_heads_goes_on(jax):
+    """Its features are as many as there are heads."""
+    phi = PositiveFeatures(DIM, 2, rng=0)
+    kvz = np.exp(RNG.standard_normal((2, DIM + 1)))
+    for options in ({"is_causal": True}, {}, {"key_stop": STOPS}):
+
+        def attend(kvz, *x, options=options):
+            before = linattn.State(kvz, 0 * kvz[..., 0], 7)
+            return linattn.linear_attention(*x, phi, initial_state=before, **options)
+
+        agree(jax.jit(attend)(kvz, *HOST), attend(kvz, *HOST))
+
+
+def test_packed_sequences_of_signed_features_are_numpys(jax):
+    """Nobody counts negative denominators in a program."""
+    phi, options = TrigonometricFeatures(DIM, 32, scale=0.1, rng=0), {"cu_seqlens": BORDERS}
+    want = linattn.linear_attention(*HOST, phi, log_decay=-0.02, **options)
+    agree(
+        traced(jax, partial(linattn.linear_attention, **options), HOST, {"log_decay": -0.02}, phi),
+        want,
+    )
 
 
 def test_a_state_goes_on(jax):
