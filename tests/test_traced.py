@@ -306,6 +306,22 @@ def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name, which):
     np.testing.assert_array_equal(np.isnan(traced(jax, call, given, options, *phi)), np.isnan(want))
 
 
+@pytest.mark.parametrize("name", ["positive", "elu", "exact"])
+def test_no_hidden_nan_reaches_a_gradient(jax, name):
+    """A product with a weight of 0 would make NaN of it."""
+    given, phi = HOST.copy(), [MAPS[name]] if name in MAPS else []
+    given[1:, ~MASK] = np.nan
+    kind = "linear" if phi else "softmax"
+    call, options = getattr(linattn, f"{kind}_attention"), {"is_causal": True, "key_mask": MASK}
+    output, pullback = getattr(linattn, f"{kind}_attention_vjp")(*given, *phi, **options)
+    options["key_mask"] = jax.numpy.asarray(MASK)
+    gradients = jax.grad(lambda *x: call(*x, *phi, **options).sum(), (0, 1, 2))
+    arrays, want = [*map(jax.numpy.asarray, given)], pullback(np.ones_like(output))
+    assert all(np.isfinite(x).all() for x in want)
+    agree(gradients(*arrays), want, 1e-12)
+    agree(jax.jit(gradients)(*arrays), want)
+
+
 def test_batches_are_mapped(jax):
     phi = MAPS["positive"]
 
