@@ -438,8 +438,8 @@ MAX_NEGATIVE_SHARE = 0.01
 def inspects_signs(problem: Problem) -> bool:
     """Whether to count negative denominators of this problem.
 
-    Not on CuPy, where it would be a host synchronization, nor in a program of JAX, which knows no
-    values; Dask's blocks are problems of their own.
+    Not on CuPy, where it would be a host synchronization, nor in a program of JAX, whose arrays
+    have no values; Dask's blocks are problems of their own.
     """
     if not (problem.signed and problem.normalize):
         return False
