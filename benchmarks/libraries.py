@@ -1,25 +1,36 @@
 """The same calls on arrays of torch and JAX: time over that of NumPy arrays, in one process.
 
-    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1] [--repeats 5] [--rows .]
+    python -m benchmarks.libraries [--lengths 512 2048 8192] [--threads 1 2] [--rows .] [--record]
+    python -m benchmarks.libraries --page
 
-8 heads, d = e = 64, float32; FAVOR+ has 256 features. A row is a call, a cell the ratio of the
-least processor times (wall times on several threads), NumPy's beside it in milliseconds. Gradients
-are a forward and a backward pass, by the functions of NumPy that return a pullback, by
-``backward()`` of the plain function and of ``linattn.interop.torch`` on torch, and by ``jax.grad``.
-JAX is run eagerly, and under ``jax.jit`` after it was compiled once. A step of decoding takes one
-token of all heads, whatever came before. The last column is torch's own exact attention.
+8 heads, d = e = 64, float32; FAVOR+ has 256 features. Each row is a call, each cell the ratio of
+the least times of some rounds, in which the libraries take turns. On one thread it is processor
+time, on one core, else wall time. Gradients are a forward and a backward pass: by the functions of
+NumPy that return a pullback, by ``backward()`` of the plain function and of
+``linattn.interop.torch``, and by ``jax.grad``. Calls under ``jax.jit`` are compiled before. A row
+of decoding is a hundred steps, of one token of all heads. The last column is torch's own
+exact attention over ours.
+
+``--record`` writes ``benchmarks/results/libraries.json``; ``--page`` writes the table of
+docs/performance.md from it. The number of cores is set as Linux does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.machine import describe
+
+ROOT = Path(__file__).parents[1]
+RECORD, PAGE = ROOT / "benchmarks/results/libraries.json", ROOT / "docs/performance.md"
 HEADS, DIM = 8, 64
 
 
@@ -70,85 +81,115 @@ GRADIENTS = (
     *("softmax, full", "softmax, causal"),
 )
 NOT_TRACED = ("attention()",)
+LIBRARIES = ("NumPy", "torch", "interop.torch", "JAX, eager", "JAX, jit", "torch's own")
+ROUNDS, SECONDS = (2, 20), 1.0
+"""Fewest and most rounds of a row; between them it takes this long."""
 
-
-def milliseconds(call: Callable[[], Any], repeats: int, clock: Callable[[], float]) -> float:
-    """Return the least time of a call, after one that is not timed."""
-    call()
-    least = float("inf")
-    for _ in range(repeats):
-        begun = clock()
-        call()
-        least = min(least, clock() - begun)
-    return 1e3 * least
+Calls = dict[str, Callable[[], Any]]
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rows", default=".", help="a pattern of the names of calls")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    parser.add_argument("--page", action="store_true", help="write the page, and measure nothing")
     given = parser.parse_args()
-    threads = given.threads
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    if threads == 1:
-        os.environ["XLA_FLAGS"] = (
-            "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-        )
+    if given.page:
+        write_page(json.loads(RECORD.read_text()))
+        return
+    record: dict[str, Any] = {"machine": describe([*os.sched_getaffinity(0)]), "rows": []}
+    for name, length, calls_of_row in rows(given.lengths, given.rows):
+        for threads in given.threads:
+            times = measured(calls_of_row, threads)
+            cells = ", ".join(f"{n} {x / times['NumPy']:.2f}" for n, x in times.items())
+            print(f"{name}, {length:,} tokens, {threads} threads, {times['NumPy']:.3g} ms: {cells}")
+            record["rows"].append(
+                {"call": name, "tokens": length, "threads": threads, "milliseconds": times}
+            )
+    if given.record:
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
-    import jax
-    import numpy as np
+
+def measured(calls_of_row: Calls, threads: int) -> dict[str, float]:
+    """Return the least time of each call, in milliseconds."""
     import torch
 
     import linattn
 
+    cores, clock = os.sched_getaffinity(0), time.perf_counter
+    if threads == 1:
+        clock = time.process_time
     torch.set_num_threads(threads)
-    clock = time.process_time if threads == 1 else time.perf_counter
-    taken = partial(milliseconds, repeats=given.repeats, clock=clock)
-    print(f"{threads} threads, torch {torch.__version__}, JAX {jax.__version__}\n")
-    print("| call | tokens | NumPy | torch | JAX, eager | JAX, jit | torch's own over ours |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    _use_cores([*cores][:threads])
+    names, least = [*calls_of_row], dict.fromkeys(calls_of_row, float("inf"))
+    begun, rounds = time.perf_counter(), 0
     with linattn.config(num_threads=threads):
-        for length in given.lengths:
-            shape = 3, HEADS, length, DIM
-            host = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-            rows = {n: call for n, call in calls(linattn).items() if re.search(given.rows, n)}
-            for name, call in rows.items():
-                print(_forward(name, call, host, taken), flush=True)
-            for name in GRADIENTS:
-                if re.search(given.rows, f"{name}, gradients"):
-                    print(_gradient(name, calls(linattn)[name], host, taken), flush=True)
-        for name in ("decode_step", "Decoder.step"):
-            if re.search(given.rows, name):
-                print(_step(name, partial(milliseconds, repeats=300, clock=clock)), flush=True)
+        while rounds < ROUNDS[0] or (rounds < ROUNDS[1] and time.perf_counter() - begun < SECONDS):
+            first = rounds % len(names)
+            for name in names[first:] + names[:first]:
+                before = clock()
+                calls_of_row[name]()
+                least[name] = min(least[name], 1e3 * (clock() - before))
+            rounds += 1
+    _use_cores([*cores])
+    return least
 
 
-def _forward(name: str, call: Any, host: Any, taken: Any) -> str:
-    """Return the row of a call."""
+def _use_cores(cores: list[int]) -> None:
+    """Let all threads of this process run on these cores only."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def rows(lengths: list[int], pattern: str) -> Iterator[tuple[str, int, Calls]]:
+    """Yield the name and length of each row, and a call of each library."""
+    import numpy as np
+
+    import linattn
+
+    known = calls(linattn)
+    for length in lengths:
+        shape = 3, HEADS, length, DIM
+        host = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+        for name, call in known.items():
+            if re.search(pattern, name):
+                yield name, length, _forward(name, call, host)
+        for name in GRADIENTS:
+            if re.search(pattern, f"{name}, gradients"):
+                yield f"{name}, gradients", length, _gradient(name, known[name], host)
+    for name in ("decode_step", "Decoder.step"):
+        if re.search(pattern, name):
+            yield name, 1, _step(name)
+
+
+def _forward(name: str, call: Any, host: Any) -> Calls:
+    """Return a call of each library."""
     import jax
     import torch
 
     tensors = [torch.from_numpy(x) for x in host]
     arrays = [jax.numpy.asarray(x) for x in host]
-    base = taken(lambda: call(*host))
-    times = [taken(lambda: call(*tensors)), taken(lambda: jax.block_until_ready(call(*arrays)))]
+    found: Calls = {
+        "NumPy": lambda: call(*host),
+        "torch": lambda: call(*tensors),
+        "JAX, eager": lambda: jax.block_until_ready(call(*arrays)),
+    }
     if name not in NOT_TRACED:
-        compiled = jax.jit(call)
-        times.append(taken(lambda: jax.block_until_ready(compiled(*arrays))))
-    cells = [f"{x / base:.2f}" for x in times] + ["-"] * (3 - len(times))
-    own = "-"
+        compiled = jax.jit(call).lower(*arrays).compile()
+        found["JAX, jit"] = lambda: jax.block_until_ready(compiled(*arrays))
     if name in ("softmax, full", "softmax, causal"):
         theirs = partial(
             torch.nn.functional.scaled_dot_product_attention, is_causal=name.endswith("causal")
         )
-        own = f"{taken(lambda: theirs(*(x[None] for x in tensors))) / times[0]:.2f}"
-    return f"| {name} | {host.shape[-2]:,} | {base:.1f} ms | {' | '.join(cells)} | {own} |"
+        found["torch's own"] = lambda: theirs(*(x[None] for x in tensors))
+    return found
 
 
-def _step(name: str, taken: Any) -> str:
-    """Return the row of a step of decoding."""
+def _step(name: str) -> Calls:
+    """Return a hundred steps of decoding in each library."""
     import jax
     import numpy as np
     import torch
@@ -157,22 +198,26 @@ def _step(name: str, taken: Any) -> str:
 
     phi = linattn.feature_maps.PositiveFeatures(DIM, num_features=256, rng=0)
     host = np.random.default_rng(0).standard_normal((3, HEADS, 20, DIM), dtype=np.float32)
-    times = []
-    for convert in (np.asarray, torch.from_numpy, jax.numpy.asarray):
+    converted = (np.asarray, torch.from_numpy, jax.numpy.asarray)
+    found: Calls = {}
+    for library, convert in zip(("NumPy", "torch", "JAX, eager"), converted, strict=True):
         tokens = [convert(x[:, 0].copy()) for x in host]
         query, key, value = map(convert, host)
         _, state = linattn.linear_attention(query, key, value, phi, return_state=True)
         step: Any = partial(linattn.decode_step, state=state, feature_map=phi)
         if name == "Decoder.step":
             step = linattn.Decoder(phi, state).step
-        times.append(taken(lambda f=step, x=tokens: jax.block_until_ready(f(*x))))
-    base, *others = times
-    ratios = " | ".join(f"{x / base:.2f}" for x in others)
-    return f"| {name} | 1 | {1e3 * base:.0f} us | {ratios} | - | - |"
+
+        def steps(step: Any = step, tokens: Any = tokens) -> None:
+            for _ in range(100):
+                jax.block_until_ready(step(*tokens))
+
+        found[library] = steps
+    return found
 
 
-def _gradient(name: str, call: Any, host: Any, taken: Any) -> str:
-    """Return the row of a call and its gradients."""
+def _gradient(name: str, call: Any, host: Any) -> Calls:
+    """Return a call with its gradients of each library."""
     import jax
     import numpy as np
     import torch
@@ -186,25 +231,59 @@ def _gradient(name: str, call: Any, host: Any, taken: Any) -> str:
     options = getattr(call, "keywords", {})
     learn = partial(getattr(interop, kind), **options)
     eager = jax.grad(lambda *x: call(*x).sum(), (0, 1, 2))
-    compiled = jax.jit(eager)
+    compiled = jax.jit(eager).lower(*arrays).compile()
 
     def numpys() -> Any:
         output, pullback = getattr(linattn, f"{kind}_vjp")(*host, **options)
         return pullback(np.ones_like(output))
 
-    base = taken(numpys)
-    plain, door = (taken(lambda f=f: f(*leaves).sum().backward()) for f in (call, learn))
-    of_jax = [taken(lambda f=f: jax.block_until_ready(f(*arrays))) for f in (eager, compiled)]
-    own = "-"
+    found: Calls = {
+        "NumPy": numpys,
+        "torch": lambda: call(*leaves).sum().backward(),
+        "interop.torch": lambda: learn(*leaves).sum().backward(),
+        "JAX, eager": lambda: jax.block_until_ready(eager(*arrays)),
+        "JAX, jit": lambda: jax.block_until_ready(compiled(*arrays)),
+    }
     if kind == "softmax_attention":
         four = [x.detach()[None].requires_grad_() for x in leaves]
         theirs = partial(torch.nn.functional.scaled_dot_product_attention, **options)
-        own = f"{taken(lambda: theirs(*four).sum().backward()) / plain:.2f}"
-    jax_cells = " | ".join(f"{x / base:.2f}" for x in of_jax)
-    return (
-        f"| {name}, gradients | {host.shape[-2]:,} | {base:.1f} ms | {plain / base:.2f}, "
-        f"interop {door / base:.2f} | {jax_cells} | {own} |"
-    )
+        found["torch's own"] = lambda: theirs(*four).sum().backward()
+    return found
+
+
+# The page ---------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- benchmarks.libraries -->", "<!-- end of benchmarks.libraries -->"
+
+
+def table(record: Any) -> str:
+    """Return the table: in each cell a ratio for each length, in order."""
+    lines = []
+    for threads in sorted({row["threads"] for row in record["rows"]}):
+        several = f"{threads} threads" if threads > 1 else "one thread"
+        head = f"{several}; NumPy, ms", *LIBRARIES[1:5], "torch's own over ours"
+        lines += ["", f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
+        by_call: dict[str, list[Any]] = {}
+        for row in record["rows"]:
+            if row["threads"] == threads:
+                by_call.setdefault(row["call"], []).append(row["milliseconds"])
+        for call, times in by_call.items():
+            base = "/".join(f"{each['NumPy']:.3g}" for each in times)
+            cells = [_ratios(times, name, "NumPy") for name in LIBRARIES[1:5]]
+            cells.append(_ratios(times, "torch's own", "torch"))
+            lines.append(f"| {call}; {base} | {' | '.join(cells)} |")
+    return "\n".join(lines[1:])
+
+
+def _ratios(times: list[Any], name: str, base: str) -> str:
+    return "/".join(f"{each[name] / each[base]:.2f}" for each in times if name in each) or "-"
+
+
+def write_page(record: Any) -> None:
+    """Put the table into docs/performance.md."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(record)}\n\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -257,6 +257,13 @@ def is_staged(array: Array) -> bool:
     return False
 
 
+def is_tracked(array: Array) -> bool:
+    """Whether torch or JAX may differentiate what is computed of an array."""
+    jax = sys.modules.get("jax")
+    is_tracer = jax is not None and isinstance(array, jax.core.Tracer)
+    return is_tracer or bool(getattr(array, "requires_grad", False))
+
+
 def is_lazy(array: Array) -> bool:
     """Whether inspecting the array's values is impossible (traced) or expensive (lazy)."""
     if array_api_compat.is_torch_array(array):

@@ -332,17 +332,17 @@ def linear_attention(
     if initial_state is None and hasattr(feature_map, "_check_keys"):
         feature_map._check_keys(problem)
     stamp = partial(stamped, before=initial_state, feature_map=feature_map)
-    output, *extra = _solved(problem, return_state, return_states_every, stamp)
     wanted = (return_state, return_log_normalizer, return_states_every is not None)
+    output, *extra = _solved(problem, wanted, return_states_every, stamp)
     return (output, *compress(extra, wanted)) if any(wanted) else output
 
 
 def _solved(
-    problem: Problem, return_state: bool, interval: Any, stamp: Callable[..., State]
+    problem: Problem, wanted: tuple[bool, bool, bool], interval: Any, stamp: Callable[..., State]
 ) -> tuple[Array, State | None, Array | None, list[State] | None]:
     """Solve a problem; with an interval, also return the states of its prefixes."""
     if interval is None:
-        output, state, norm = forward.attend(problem, return_state=return_state)
+        output, state, norm = forward.attend(problem, return_state=wanted[0], return_log=wanted[1])
         return output, None if state is None else stamp(state, problem=problem), norm, None
     interval = _checks.check_positive_int("return_states_every", interval)
     output, last, norm, states = forward.solve_in_parts(problem, interval)
@@ -504,7 +504,9 @@ def softmax_attention(
         far_bias=far_bias,
         want_log=return_log_normalizer,
     )
-    output, _, log_normalizer = forward.attend(problem, return_state=False)
+    output, _, log_normalizer = forward.attend(
+        problem, return_state=False, return_log=return_log_normalizer
+    )
     return (output, log_normalizer) if return_log_normalizer else output
 
 

@@ -287,6 +287,50 @@ def test_a_second_derivative_and_the_first_beside_a_map_that_learns():
     assert torch.autograd.gradgradcheck(soft, leaves)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cu_seqlens": [0, 4, 17, 30], "normalize": False},
+        # torch differentiates this one: no pullback has a gradient through the log normalizer.
+        {"is_causal": True, "normalize": False, "return_log_normalizer": True},
+    ],
+)
+def test_gradients_through_states_are_numpys(options):
+    """Lengths are those of the longest sequence, and ``log_scale`` is constant."""
+    torch = pytest.importorskip("torch")
+    host, decay = [x[..., :30, :] for x in arrays("float64")], np.array(-0.7)
+    options = dict(options)
+    wants_log = options.pop("return_log_normalizer", False)
+    attend = partial(linattn.linear_attention, return_state=True, **options)
+    vjp = partial(linattn.linear_attention_vjp, return_state=True, **options)
+    (output, state), pull = vjp(*host, PHI, log_decay=decay)
+    leaves = [torch.tensor(x, requires_grad=True) for x in (*host, decay)]
+    more: dict[str, Any] = {"return_log_normalizer": True} if wants_log else {}
+    with linattn.explain() as report:
+        got, after, *log = attend(*leaves[:3], PHI, log_decay=leaves[3], **more)
+    assert len(log) == wants_log
+    assert report.ran("home") == (set() if wants_log else {"numpy"})
+    assert after.length == state.length
+    assert not after.log_scale.requires_grad
+    np.testing.assert_allclose(got.detach(), output, rtol=1e-9)
+    grad = np.random.default_rng(1).standard_normal(state.kvz.shape)
+    found = torch.autograd.grad(after.kvz, leaves, torch.tensor(grad), allow_unused=True)
+    gauge = np.exp(np.asarray(after.log_scale) - state.log_scale)[..., None]
+    _, *want = pull(np.zeros_like(output), grad / gauge)
+    for x, wanted in zip(found[1:], want, strict=True):
+        np.testing.assert_allclose(x, wanted, rtol=1e-7, atol=1e-7 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", ["linear", "exact"])
+def test_a_batch_of_nothing_has_gradients(kind):
+    torch = pytest.importorskip("torch")
+    leaves = [torch.zeros(0, 5, DIM, requires_grad=True) for _ in range(3)]
+    phi = [PHI] if kind == "linear" else []
+    call = linattn.linear_attention if phi else linattn.softmax_attention
+    call(*leaves, *phi, is_causal=True).sum().backward()
+    assert all(x.grad.shape == x.shape for x in leaves)
+
+
 @pytest.mark.parametrize("kind", ["linear", "exact"])
 def test_gradients_of_many_cotangents_at_once(kind):
     torch = pytest.importorskip("torch")

@@ -335,6 +335,12 @@ def _jvp(call: Any) -> None:
     agree(got, slope(lambda query: call(linattn, query, *KV), QUERY))
 
 
+def _linearize(call: Any) -> None:
+    query, way = map(jax.numpy.asarray, (QUERY, WAY))
+    _, apply = jax.linearize(lambda query: call(interop, query, *KV), query)
+    agree(apply(way), slope(lambda query: call(linattn, query, *KV), QUERY))
+
+
 def _hessian(call: Any) -> None:
     """Forward over reverse, along one direction."""
     query, way = map(jax.numpy.asarray, (QUERY, WAY))
@@ -351,6 +357,7 @@ RUNS: dict[str, Callable[[Any], None]] = {
     "`vmap` of `grad`": _vmap_of_grad,
     "`jax.lax.scan`": _scan,
     "`jax.checkpoint`": _remat,
+    "`jax.linearize`": _linearize,
     "`jax.jvp`": _jvp,
     "`jax.hessian`": _hessian,
 }

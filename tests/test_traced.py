@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     RotatedFeatures,
     SoftmaxFeatures,
+    TrigonometricFeatures,
 )
 
 pytestmark = pytest.mark.frameworks
@@ -157,6 +159,29 @@ def test_exact_attention_is_numpys(jax, options):
     agree(traced(jax, linattn.softmax_attention, HOST, options), want)
 
 
+def test_a_state_without_heads_goes_on(jax):
+    """Its features are as many as there are heads."""
+    phi = PositiveFeatures(DIM, 2, rng=0)
+    kvz = np.exp(RNG.standard_normal((2, DIM + 1)))
+    for options in ({"is_causal": True}, {}, {"key_stop": STOPS}):
+
+        def attend(kvz, *x, options=options):
+            before = linattn.State(kvz, 0 * kvz[..., 0], 7)
+            return linattn.linear_attention(*x, phi, initial_state=before, **options)
+
+        agree(jax.jit(attend)(kvz, *HOST), attend(kvz, *HOST))
+
+
+def test_packed_sequences_of_signed_features_are_numpys(jax):
+    """Nobody counts negative denominators in a program."""
+    phi, options = TrigonometricFeatures(DIM, 32, scale=0.1, rng=0), {"cu_seqlens": BORDERS}
+    want = linattn.linear_attention(*HOST, phi, log_decay=-0.02, **options)
+    agree(
+        traced(jax, partial(linattn.linear_attention, **options), HOST, {"log_decay": -0.02}, phi),
+        want,
+    )
+
+
 def test_a_state_goes_on(jax):
     phi = MAPS["cosformer"]
     whole = linattn.linear_attention(*HOST, phi, is_causal=True)
@@ -279,6 +304,22 @@ def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name, which):
     hidden = np.broadcast_to(np.arange(LENGTH)[:, None] >= 250, want.shape)
     np.testing.assert_array_equal(np.isnan(want), hidden)
     np.testing.assert_array_equal(np.isnan(traced(jax, call, given, options, *phi)), np.isnan(want))
+
+
+@pytest.mark.parametrize("name", ["positive", "elu", "exact"])
+def test_no_hidden_nan_reaches_a_gradient(jax, name):
+    """A product with a weight of 0 would make NaN of it."""
+    given, phi = HOST.copy(), [MAPS[name]] if name in MAPS else []
+    given[1:, ~MASK] = np.nan
+    kind = "linear" if phi else "softmax"
+    call, options = getattr(linattn, f"{kind}_attention"), {"is_causal": True, "key_mask": MASK}
+    output, pullback = getattr(linattn, f"{kind}_attention_vjp")(*given, *phi, **options)
+    options["key_mask"] = jax.numpy.asarray(MASK)
+    gradients = jax.grad(lambda *x: call(*x, *phi, **options).sum(), (0, 1, 2))
+    arrays, want = [*map(jax.numpy.asarray, given)], pullback(np.ones_like(output))
+    assert all(np.isfinite(x).all() for x in want)
+    agree(gradients(*arrays), want, 1e-12)
+    agree(jax.jit(gradients)(*arrays), want)
 
 
 def test_batches_are_mapped(jax):

@@ -351,11 +351,11 @@ def on_tape(
     if not return_state:
         return output, None, None
     (kvz, log_scale), before = rest, 0 if problem.state is None else problem.state.length
-    return output, State(kvz, log_scale, before + problem.key.shape[-2]), None
+    return output, State(kvz, log_scale, before + problem.longest), None
 
 
 def _has_pullback(problem: Problem) -> bool:
-    if problem.want_log or problem.exact.clusters is not None or 0 in problem.lead:
+    if problem.exact.clusters is not None:
         return False
     try:
         for spec in (problem.query_spec, problem.key_spec) if problem.num_features else ():

@@ -62,16 +62,17 @@ class _Solved(NamedTuple):
     """Whether denominators are negative, ``(..., L)``; None where that is not inspected."""
 
 
-def attend(problem: Problem, *, return_state: bool) -> tuple[Array, State | None, Array | None]:
+def attend(
+    problem: Problem, *, return_state: bool, return_log: bool = False
+) -> tuple[Array, State | None, Array | None]:
     """Do as `solve`, as one node of torch's tape if torch asks for gradients."""
-    if wants_gradients(problem):
+    if not return_log and wants_gradients(problem):
         from linattn._driver.backward import on_tape
 
         found = on_tape(solve, problem, return_state)
         if found is not None:
             return found
-    output, state, log = solve(problem, return_state=return_state)
-    return output, traced.with_constant_scale(state), log
+    return solve(problem, return_state=return_state)
 
 
 @at_home(exact.solve)
@@ -464,12 +465,14 @@ MAX_NEGATIVE_SHARE = 0.01
 def inspects_signs(problem: Problem) -> bool:
     """Whether to count negative denominators of this problem.
 
-    Not on CuPy, where it would be a host synchronization; Dask's blocks are problems of their own.
+    Not on CuPy, where it would be a host synchronization, nor in a program of JAX, whose arrays
+    have no values; Dask's blocks are problems of their own.
     """
     if not (problem.signed and problem.normalize):
         return False
-    array = problem.query
-    return not (array_api_compat.is_cupy_array(array) or array_api_compat.is_dask_array(array))
+    arrays = problem.query, problem.key, problem.value
+    lazy = array_api_compat.is_cupy_array(arrays[0]) or array_api_compat.is_dask_array(arrays[0])
+    return not (lazy or any(map(_arrays.is_staged, arrays)))
 
 
 def warn_of_signs(is_negative: Array | None) -> None:

@@ -11,6 +11,7 @@ from linattn import _arrays
 from linattn._driver.blocks import total_decay
 from linattn._fingerprints import known_integer, map_fingerprint
 from linattn.typing import Array, FeatureMap, Problem, State
+from linattn.typing._shifts import constant
 
 
 def check_map_of_state(name: str, state: State, feature_map: FeatureMap) -> None:
@@ -73,14 +74,24 @@ def stamped(
     structure. If ``problem`` is given, its log decays are added to the log decay of ``before``.
     """
     fingerprint = map_fingerprint(feature_map) if before is None else before.fingerprint
+    kvz, log_scale = _of_constant_scale(state)
     return State(
-        state.kvz,
-        state.log_scale,
+        kvz,
+        log_scale,
         state.length,
         fingerprint,
         _log_decay(state, before, problem),
         _num_sequences(state, before, problem),
     )
+
+
+def _of_constant_scale(state: State) -> tuple[Array, Array]:
+    """Let all derivatives of a state pass through ``kvz``, none by its scale."""
+    if not _arrays.is_tracked(state.log_scale):
+        return state.kvz, state.log_scale
+    xp, held = _arrays.namespace(state.kvz), constant(state.log_scale)
+    moved = xp.where(held == -xp.inf, xp.zeros_like(held), state.log_scale - held)
+    return state.kvz * xp.exp(moved)[..., None], held
 
 
 def _num_sequences(state: State, before: State | None, problem: Problem | None) -> Any:

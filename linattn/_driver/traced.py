@@ -35,7 +35,6 @@ from linattn._driver.window import Reader, Side, Window
 from linattn._generic.exact import exact_pairs
 from linattn._generic.states import combine, divide, log_normalizer
 from linattn.typing import Array, Partial, Problem, State, Tokens, Weights
-from linattn.typing._shifts import constant
 
 CHUNK = 128
 """Tokens of a chunk."""
@@ -78,15 +77,6 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | N
     output = divide(part) if problem.normalize else numerators(problem, part)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
     return output, state, log_normalizer(part, problem)[..., 0] if problem.want_log else None
-
-
-def with_constant_scale(state: State | None) -> State | None:
-    """Let all derivatives of a state that JAX traces pass through ``kvz``, none by its scale."""
-    if state is None or not _arrays.is_staged(state.kvz):
-        return state
-    xp, held = _arrays.namespace(state.kvz), constant(state.log_scale)
-    moved = xp.where(held == -xp.inf, xp.zeros_like(held), state.log_scale - held)
-    return state._replace(kvz=state.kvz * xp.exp(moved)[..., None], log_scale=held)
 
 
 # Chunks of tokens -------------------------------------------------------------------------------
@@ -256,14 +246,15 @@ Loop = Callable[[Problem, BlockFunctions], tuple[Partial, State | None]]
 def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
     """Causal and full attention, with stops and of packed sequences too."""
     layout, borders, stops = None, problem.sees.cu_seqlens, problem.sees.key_stop
-    length = num_keys = problem.key.shape[-2]
-    lead, is_full = problem.state_lead, problem.mode == "full"
+    length = problem.key.shape[-2]
+    lead, state, is_full = problem.state_lead, problem.state, problem.mode == "full"
     if borders is not None:
-        layout, num_keys = _Layout.of_sequences(borders), int(np.diff(borders).max())
+        layout = _Layout.of_sequences(borders)
         lead = len(borders) - 1, *lead
+        state = _with_axes(state, lead)
     elif stops is not None:
         layout = _Layout.of_stops(stops, length)
-    first = initial_state(problem.replace(state_lead=lead, state=_with_axes(problem.state, lead)))
+    first = initial_state(problem.replace(state_lead=lead, state=state))
     placed, before = problem if layout is None else layout.apply(problem), first.length
     if is_full:
         keys = placed.replace(query=placed.key)
@@ -275,7 +266,7 @@ def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State
     else:
         rows, sums = _scan(placed, tuple(first[:2]), _causal(placed, functions, before), layout)
     part = _partial(rows, placed.query.shape[-2])
-    return part if layout is None else layout.rows(part), _state(sums, before + num_keys)
+    return part if layout is None else layout.rows(part), _state(sums, before + problem.longest)
 
 
 def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:

@@ -230,8 +230,9 @@ def primal(array: Any) -> Any:
     """Return the value of an array of JAX's eager reverse mode; others unchanged.
 
     Its tracers are of a class that JAX does not export, and its older versions do not have.
+    Those of ``jax.linearize`` are for forward mode.
     """
-    if type(array).__name__ != "LinearizeTracer":
+    if type(array).__name__ != "LinearizeTracer" or not array._trace.is_vjp:
         return array
     value, tracer = array.primal, sys.modules["jax"].core.Tracer
     return array if isinstance(value, tracer) else value

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from linattn.typing.records import Array, Index, State, one_line
 from linattn.typing.specs import Affine, Exact
 
@@ -320,6 +322,12 @@ class Problem:
             self.exact.sinks or None,
         )
         return [name for name, x in zip(MODIFIERS, values, strict=True) if x is not None]
+
+    @property
+    def longest(self) -> int:
+        """How many keys there are; of packed sequences, in the longest."""
+        borders = self.sees.cu_seqlens
+        return int(self.key.shape[-2] if borders is None else np.diff(borders).max())
 
     @property
     def mode(self) -> str:
