@@ -35,6 +35,7 @@ from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Partial, Pointwis
 from linattn_cupy import device, fused, planning, products
 from tests.attentions import maps
 from tests.fake_gpu.device import Device, cupy, moved
+from tests.fake_gpu.log import counts
 
 pytestmark = pytest.mark.fake_gpu
 
@@ -149,6 +150,23 @@ def test_segments_agree(gpu, is_causal, processors):
     assert ("segment_states" in gpu.launches) is (processors > 1 or not is_causal)
     parts = fused.cut_of(350, 1, 1, 100).parts_per_segment
     assert parts == (2 if processors == 4 else 1)
+
+
+@pytest.mark.parametrize(
+    "most",
+    [{"segment_states": 12_400, "read_states": 12_400}, {"causal_rows": 28_300}],
+    ids=["full", "causal"],
+)
+def test_instructions_of_a_tile(gpu, most):
+    """PTX instructions of warps for 64 tokens, d = e = 64 and m = 256."""
+    gpu.processors = 1
+    phi, found = PositiveFeatures(64, 256, rng=0), []
+    for length in (256, 512):
+        before = counts()
+        solve(BF16, *inputs((1,), length, 64, 64), phi, is_causal="causal_rows" in most)
+        found.append({name: counts()[name][0] - before.get(name, (0, 0))[0] for name in most})
+    for name, tile in most.items():
+        assert 0 < (found[1][name] - found[0][name]) / 4 <= tile
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

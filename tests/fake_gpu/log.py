@@ -22,10 +22,13 @@ def findings() -> list[str]:
     return text.decode().splitlines()
 
 
-def counts() -> str:
-    """Return a line a kernel: instructions of warps since the beginning, and those of mma."""
+def counts() -> dict[str, list[int]]:
+    """Return each kernel's instructions of warps since the beginning, and those of mma."""
     text: bytes = _process.fake_gpu_counts()
-    return text.decode()
+    found: dict[str, list[int]] = {}
+    for name, *numbers in map(str.split, text.decode().splitlines()):
+        found[name] = [x + int(y) for x, y in zip(found.get(name, (0, 0)), numbers, strict=True)]
+    return found
 
 
 @dataclass
