@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import array_api_compat
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -32,41 +31,22 @@ from linattn.feature_maps import (
 )
 from linattn.testing import check_backend
 from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Partial, Pointwise
-from linattn_cupy import device, fused, planning, products
-from tests.attentions import maps
-from tests.fake_gpu.device import Device, cupy, moved
+from linattn_cupy import device, fused, products
+from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, content, cupy, error, moved
+from tests.fake_gpu.device import inputs as device_inputs
 from tests.fake_gpu.log import counts
 
 pytestmark = pytest.mark.fake_gpu
 
-D = 16
-BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
-MAPS: dict[str, Any] = {
-    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
-    "per-head": PositiveFeatures.from_projection(
-        np.random.default_rng(7).standard_normal((3, 40, D))
-    ),
-}
 DENSE = DenseExponentialFeatures(
     D, 40, A=-0.1 * np.ones(D), transform=np.diag(np.linspace(0.5, 1.5, D)), rng=0
 )
 TOLERANCE = {BF16: 1e-2, F16: 5e-3, F32: 1e-5}
 
 
-def inputs(
-    lead: tuple[int, ...] = (3,),
-    length: int = 150,
-    value_dim: int = 24,
-    dim: int = D,
-    keys: int | None = None,
-    seed: int = 0,
-) -> Any:
-    """Queries, keys and values that bfloat16 and float16 hold exactly enough: float32 of those."""
-    rng = np.random.default_rng(seed)
-    keys = length if keys is None else keys
-    shapes = ((length, dim), (keys, dim), (keys, value_dim))
-    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
-    return [x.astype(BF16).astype(F16).astype(F32) for x in arrays]
+def inputs(*given, **sizes):
+    """Queries, keys and values."""
+    return device_inputs(*given, **sizes)[:3]
 
 
 def exact(*given, **settings):
@@ -98,16 +78,6 @@ def solve(dtype, *given, **settings):
 
 def attend(query, key, value, phi, **settings):
     return Device.run(linattn.linear_attention, query, key, value, phi, **settings)
-
-
-def error(first, second):
-    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    return np.linalg.norm(first - second) / np.linalg.norm(second)
-
-
-def content(state):
-    """What a state says, whatever its scale."""
-    return state.kvz.astype(np.float64) * np.exp(state.log_scale.astype(np.float64))[..., None]
 
 
 # Fused ------------------------------------------------------------------------------------------
@@ -406,13 +376,6 @@ def test_windows_and_float64_are_not_for_these_kernels(gpu):
 
 
 # Blocks -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tile(monkeypatch):
-    """Few tokens a tile, so that a block walks several."""
-    monkeypatch.setattr(planning, "TILE", 16)
-    monkeypatch.setattr(planning, "CAUSAL_TILE", 16)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,19 +54,9 @@ import ml_dtypes
 
 import linattn_cupy
 from linattn.typing import State
+from tests.fake_gpu.log import uncomputed
 
 pytestmark = pytest.mark.fake_gpu
-
-
-@contextmanager
-def uncomputed() -> Iterator[None]:
-    """Launches are checked and logged, and nothing is computed."""
-    process = ctypes.CDLL(None)
-    before = process.fake_gpu_compute(0)
-    try:
-        yield
-    finally:
-        process.fake_gpu_compute(before)
 
 
 DTYPES = {

@@ -102,3 +102,13 @@ def recorded() -> Iterator[Log]:
             yield log
         finally:
             log.lines += _process.fake_gpu_recorded().decode().splitlines()
+
+
+@contextmanager
+def uncomputed() -> Iterator[None]:
+    """Launches are checked and logged, and nothing is computed."""
+    before = _process.fake_gpu_compute(0)
+    try:
+        yield
+    finally:
+        _process.fake_gpu_compute(before)
