@@ -30,8 +30,8 @@ from linattn.feature_maps import (
     Reparametrized,
 )
 from linattn.testing import check_backend
-from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Partial, Pointwise
-from linattn_cupy import device, fused, products
+from linattn.typing import ELU_PLUS_ONE, Activation, Cotangent, Declined, Partial, Pointwise
+from linattn_cupy import device, fused, gradients, products
 from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, content, cupy, error, moved
 from tests.fake_gpu.device import inputs as device_inputs
 from tests.fake_gpu.log import counts
@@ -575,6 +575,57 @@ def test_a_step_leaves_its_state_alone(gpu):
     assert not np.array_equal(before.kvz.get(), decoder.state.kvz.get())
     np.testing.assert_array_equal(state.kvz.get(), kept[0].get())
     np.testing.assert_array_equal(state.log_scale.get(), kept[1].get())
+
+
+# Rows of zeros, as padding has them: right, and not computed again -------------------------------
+
+
+def with_zeros():
+    """Query, key, value and cotangent; every third query is without features."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((3, 150, x)) for x in (16, 16, 24, 24)]
+    query, *rest = (x.astype(BF16).astype(F16).astype(float) for x in arrays)
+    query[:, ::6] = 0
+    query[:, 3::6] = -np.abs(query[:, 3::6])
+    return [query, *rest]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_queries_without_features_are_not_computed_again(gpu, dtype):
+    query, key, value, _ = with_zeros()
+    settings: Any = {"is_causal": True, "return_log_normalizer": True}
+    expected, norm = linattn.linear_attention(query, key, value, MAPS["relu"], **settings)
+    arrays = [x.astype(dtype) for x in (query, key, value)]
+    out, log = Device.run(linattn.linear_attention, *arrays, MAPS["relu"], **settings)
+    assert gpu.redone == 0
+    np.testing.assert_array_equal(out[:, ::3].astype(float), 0)
+    np.testing.assert_array_equal(log[:, ::3].astype(float), -np.inf)
+    rest = np.arange(150) % 3 != 0
+    np.testing.assert_allclose(log[:, rest].astype(float), norm[:, rest], atol=0.05)
+    np.testing.assert_allclose(out.astype(float), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_of_queries_without_features_stay_in_the_kernels(gpu, dtype):
+    query, key, value, grad = with_zeros()
+    _, pullback = linattn.linear_attention_vjp(query, key, value, MAPS["relu"], is_causal=True)
+
+    def work(query, key, value, grad):
+        problem = linear_problem(query, key, value, MAPS["relu"], is_causal=True)
+        return gradients.attention_vjp(problem, Cotangent(grad, None))
+
+    found = Device.run(work, *(x.astype(dtype) for x in (query, key, value, grad)))
+    assert isinstance(found, tuple), found
+    for got, wanted in zip(found[:3], pullback(grad), strict=True):
+        assert error(got, wanted) < 2e-2
+    np.testing.assert_array_equal(found[0][:, ::3].astype(float), 0)
+
+
+def test_a_row_that_is_not_finite_is_no_row_of_zeros(gpu):
+    query, key, value, _ = (x.astype(np.float32) for x in with_zeros())
+    value[:, 0] = np.inf
+    Device.run(linattn.linear_attention, query, key, value, MAPS["relu"], is_causal=True)
+    assert gpu.redone > 0
 
 
 # Where kernels cannot run -----------------------------------------------------------------------

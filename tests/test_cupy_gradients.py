@@ -329,8 +329,8 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     phi, dim = MAPS[name], 48 if name == "relu" else D
     if name == "relu":
         phi = ReluFeatures()
-    query, key, value, grad = inputs((2, 3), 150, dim=dim)
-    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    query, key, value, grad = inputs((2, 3), 100, dim=dim)
+    mask = np.random.default_rng(1).random((2, 1, 100)) < 0.7
     mask[1, :, :60] = False
     settings: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
     with linattn.without_backends():
@@ -342,7 +342,7 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     by_state = np.random.default_rng(3).standard_normal(after.kvz.shape).astype(F32)
     settings |= {"initial_state": state, "return_state": True}
     expected = exact(query, key, value, grad, phi, grad_state=by_state, **settings)
-    hidden = ~np.broadcast_to(mask, (2, 3, 150))
+    hidden = ~np.broadcast_to(mask, (2, 3, 100))
     key[hidden], value[hidden] = np.nan, np.inf
 
     def work(query, key, value, grad, by_state, scale, **settings):
