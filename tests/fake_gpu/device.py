@@ -19,6 +19,21 @@ import linattn_cupy.device
 from linattn.feature_maps import PositiveFeatures
 from tests.attentions import maps
 
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "MAPS",
+    "D",
+    "Device",
+    "E",
+    "content",
+    "cupy",
+    "error",
+    "inputs",
+    "moved",
+]
+
 D, E = 16, 24
 """Sizes that most tests share, as every other size is compiled too."""
 
