@@ -487,6 +487,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     device._kernel.cache_clear()  # what a launch may have depends on the limits
 
 
+@pytest.fixture
+def tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens a tile of float32, so that a block walks several."""
+    from linattn_cupy import planning
+
+    monkeypatch.setattr(planning, "TILE", 16)
+    monkeypatch.setattr(planning, "CAUSAL_TILE", 16)
+
+
 @pytest.fixture(autouse=True)
 def nothing_found(request: pytest.FixtureRequest) -> Iterator[None]:
     """On the fake GPU: each array has memory of its own, and the interpreter finds no fault."""

@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 DISTRIBUTION = "nvidia-cuda-nvrtc"
 
@@ -68,13 +67,6 @@ def _check(status: int) -> None:
         raise CompilationError(_nvrtc().nvrtcGetErrorString(status).decode())
 
 
-class Compiled(NamedTuple):
-    """Machine code, and the resources of each kernel in it."""
-
-    cubin: bytes
-    kernels: dict[str, Resources]
-
-
 def arguments(options: Mapping[str, str | int], arch: str, *, include: Path) -> list[str]:
     """Return the options with which CuPy compiles a kernel, but for the paths of its headers."""
     return [
@@ -90,25 +82,7 @@ def arguments(options: Mapping[str, str | int], arch: str, *, include: Path) -> 
 def compile_kernel(
     source_path: Path, options: Mapping[str, str | int], arch: str, *, include: Path
 ) -> dict[str, Resources]:
-    """Return the resources of each kernel of a source."""
-    return compile_source(source_path, options, arch, include=include).kernels
-
-
-def compile_source(
-    source_path: Path, options: Mapping[str, str | int], arch: str, *, include: Path
-) -> Compiled:
-    """Compile a source to machine code, which names the lines that it came from.
-
-    Parameters
-    ----------
-    source_path : Path
-        A `.cu` file.
-    options : mapping
-        Macros and their values.
-    arch : str
-        The GPU, for instance "sm_90".
-    include : Path
-        Folder of the headers.
+    """Return the resources of each kernel of a source, compiled for a GPU such as "sm_90".
 
     Raises
     ------
@@ -120,7 +94,7 @@ def compile_source(
     text, name = source_path.read_bytes(), source_path.name.encode()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None))
     try:
-        given = [*arguments(options, arch, include=include), "--ptxas-options=-v", "-lineinfo"]
+        given = [*arguments(options, arch, include=include), "--ptxas-options=-v"]
         encoded = (ctypes.c_char_p * len(given))(*(argument.encode() for argument in given))
         status = nvrtc.nvrtcCompileProgram(program, len(given), encoded)
         size = ctypes.c_size_t()
@@ -129,10 +103,7 @@ def compile_source(
         _check(nvrtc.nvrtcGetProgramLog(program, log))
         if status:
             raise CompilationError(log.value.decode())
-        _check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        cubin = ctypes.create_string_buffer(size.value)
-        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return Compiled(cubin.raw, read_log(log.value.decode()))
+        return read_log(log.value.decode())
     finally:
         _check(nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
 

@@ -19,6 +19,7 @@ from numpy.testing import assert_array_equal
 
 import linattn_numpy
 from linattn import _generic
+from linattn._driver import backward, forward
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.testing import check_backend
 from linattn.testing._blocks import blocks, leaves
@@ -171,6 +172,15 @@ def tasks_lost(problem):
     return _generic.plan(problem)._replace(tasks=[])
 
 
+def pullback_of_its_output(problem):
+    output, state, log = forward.solve(problem, return_state=True)
+
+    def pullback(cotangent):
+        return backward.pull(problem, cotangent).query + 0 * output, *[None] * 3
+
+    return output, state, log, pullback
+
+
 def not_called(query_spec, tokens, state, want_log):
     return None
 
@@ -194,6 +204,7 @@ DEFECTS = [
     ("read_block_vjp", adjoint_not_added, r"adjoint.kvz exp\(log_scale\)"),
     ("scan_block", later_keys_seen, r"partial.num_den"),
     ("scan_block", one_by_one_for_one, "declines by head what has one head"),
+    ("attention_pullback", pullback_of_its_output, "gradient of query.* is nan, want"),
     ("plan", tasks_lost, "tasks do not hold every head once"),
     ("reed_block", not_called, "reed_block is no function of .*Backend; did you mean read_block?"),
 ]

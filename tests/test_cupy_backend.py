@@ -12,7 +12,6 @@ import re
 from typing import Any
 
 import array_api_compat
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -31,41 +30,23 @@ from linattn.feature_maps import (
     Reparametrized,
 )
 from linattn.testing import check_backend
-from linattn.typing import ELU_PLUS_ONE, Activation, Declined, Partial, Pointwise
-from linattn_cupy import device, fused, planning, products
-from tests.attentions import maps
-from tests.fake_gpu.device import Device, cupy, moved
+from linattn.typing import ELU_PLUS_ONE, Activation, Cotangent, Declined, Partial, Pointwise
+from linattn_cupy import device, fused, gradients, products
+from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, content, cupy, error, moved
+from tests.fake_gpu.device import inputs as device_inputs
+from tests.fake_gpu.log import counts
 
 pytestmark = pytest.mark.fake_gpu
 
-D = 16
-BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
-MAPS: dict[str, Any] = {
-    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
-    "per-head": PositiveFeatures.from_projection(
-        np.random.default_rng(7).standard_normal((3, 40, D))
-    ),
-}
 DENSE = DenseExponentialFeatures(
     D, 40, A=-0.1 * np.ones(D), transform=np.diag(np.linspace(0.5, 1.5, D)), rng=0
 )
 TOLERANCE = {BF16: 1e-2, F16: 5e-3, F32: 1e-5}
 
 
-def inputs(
-    lead: tuple[int, ...] = (3,),
-    length: int = 150,
-    value_dim: int = 24,
-    dim: int = D,
-    keys: int | None = None,
-    seed: int = 0,
-) -> Any:
-    """Queries, keys and values that bfloat16 and float16 hold exactly enough: float32 of those."""
-    rng = np.random.default_rng(seed)
-    keys = length if keys is None else keys
-    shapes = ((length, dim), (keys, dim), (keys, value_dim))
-    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
-    return [x.astype(BF16).astype(F16).astype(F32) for x in arrays]
+def inputs(*given, **sizes):
+    """Queries, keys and values."""
+    return device_inputs(*given, **sizes)[:3]
 
 
 def exact(*given, **settings):
@@ -97,16 +78,6 @@ def solve(dtype, *given, **settings):
 
 def attend(query, key, value, phi, **settings):
     return Device.run(linattn.linear_attention, query, key, value, phi, **settings)
-
-
-def error(first, second):
-    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    return np.linalg.norm(first - second) / np.linalg.norm(second)
-
-
-def content(state):
-    """What a state says, whatever its scale."""
-    return state.kvz.astype(np.float64) * np.exp(state.log_scale.astype(np.float64))[..., None]
 
 
 # Fused ------------------------------------------------------------------------------------------
@@ -149,6 +120,23 @@ def test_segments_agree(gpu, is_causal, processors):
     assert ("segment_states" in gpu.launches) is (processors > 1 or not is_causal)
     parts = fused.cut_of(350, 1, 1, 100).parts_per_segment
     assert parts == (2 if processors == 4 else 1)
+
+
+@pytest.mark.parametrize(
+    "most",
+    [{"segment_states": 12_400, "read_states": 12_400}, {"causal_rows": 28_300}],
+    ids=["full", "causal"],
+)
+def test_instructions_of_a_tile(gpu, most):
+    """PTX instructions of warps for 64 tokens, d = e = 64 and m = 256."""
+    gpu.processors = 1
+    phi, found = PositiveFeatures(64, 256, rng=0), []
+    for length in (256, 512):
+        before = counts()
+        solve(BF16, *inputs((1,), length, 64, 64), phi, is_causal="causal_rows" in most)
+        found.append({name: counts()[name][0] - before.get(name, (0, 0))[0] for name in most})
+    for name, tile in most.items():
+        assert 0 < (found[1][name] - found[0][name]) / 4 <= tile
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -390,13 +378,6 @@ def test_windows_and_float64_are_not_for_these_kernels(gpu):
 # Blocks -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tile(monkeypatch):
-    """Few tokens a tile, so that a block walks several."""
-    monkeypatch.setattr(planning, "TILE", 16)
-    monkeypatch.setattr(planning, "CAUSAL_TILE", 16)
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", [*MAPS, "tilted"])
 def test_float32_agrees_with_float64(gpu, name, is_causal, tile):
@@ -594,6 +575,57 @@ def test_a_step_leaves_its_state_alone(gpu):
     assert not np.array_equal(before.kvz.get(), decoder.state.kvz.get())
     np.testing.assert_array_equal(state.kvz.get(), kept[0].get())
     np.testing.assert_array_equal(state.log_scale.get(), kept[1].get())
+
+
+# Rows of zeros, as padding has them: right, and not computed again -------------------------------
+
+
+def with_zeros():
+    """Query, key, value and cotangent; every third query is without features."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((3, 150, x)) for x in (16, 16, 24, 24)]
+    query, *rest = (x.astype(BF16).astype(F16).astype(float) for x in arrays)
+    query[:, ::6] = 0
+    query[:, 3::6] = -np.abs(query[:, 3::6])
+    return [query, *rest]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_queries_without_features_are_not_computed_again(gpu, dtype):
+    query, key, value, _ = with_zeros()
+    settings: Any = {"is_causal": True, "return_log_normalizer": True}
+    expected, norm = linattn.linear_attention(query, key, value, MAPS["relu"], **settings)
+    arrays = [x.astype(dtype) for x in (query, key, value)]
+    out, log = Device.run(linattn.linear_attention, *arrays, MAPS["relu"], **settings)
+    assert gpu.redone == 0
+    np.testing.assert_array_equal(out[:, ::3].astype(float), 0)
+    np.testing.assert_array_equal(log[:, ::3].astype(float), -np.inf)
+    rest = np.arange(150) % 3 != 0
+    np.testing.assert_allclose(log[:, rest].astype(float), norm[:, rest], atol=0.05)
+    np.testing.assert_allclose(out.astype(float), expected, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_gradients_of_queries_without_features_stay_in_the_kernels(gpu, dtype):
+    query, key, value, grad = with_zeros()
+    _, pullback = linattn.linear_attention_vjp(query, key, value, MAPS["relu"], is_causal=True)
+
+    def work(query, key, value, grad):
+        problem = linear_problem(query, key, value, MAPS["relu"], is_causal=True)
+        return gradients.attention_vjp(problem, Cotangent(grad, None))
+
+    found = Device.run(work, *(x.astype(dtype) for x in (query, key, value, grad)))
+    assert isinstance(found, tuple), found
+    for got, wanted in zip(found[:3], pullback(grad), strict=True):
+        assert error(got, wanted) < 2e-2
+    np.testing.assert_array_equal(found[0][:, ::3].astype(float), 0)
+
+
+def test_a_row_that_is_not_finite_is_no_row_of_zeros(gpu):
+    query, key, value, _ = (x.astype(np.float32) for x in with_zeros())
+    value[:, 0] = np.inf
+    Device.run(linattn.linear_attention, query, key, value, MAPS["relu"], is_causal=True)
+    assert gpu.redone > 0
 
 
 # Where kernels cannot run -----------------------------------------------------------------------

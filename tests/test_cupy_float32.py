@@ -8,7 +8,6 @@ computed there.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,12 @@ from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.typing import Cotangent, Declined
 from linattn_cupy import exact as exact_pairs
 from linattn_cupy import planning, products, whole
-from tests.fake_gpu.device import Device, cupy
-from tests.fake_gpu.log import recorded
+from tests.fake_gpu.device import F32, Device, content, cupy, error
+from tests.fake_gpu.log import recorded, uncomputed
 
 pytestmark = pytest.mark.fake_gpu
 
-F32 = np.float32
 MIB = 2**20
-
-
-@pytest.fixture
-def uncomputed():
-    """Launches are checked and logged, and nothing is computed."""
-    process = ctypes.CDLL(None)
-    before = process.fake_gpu_compute(0)
-    try:
-        yield
-    finally:
-        process.fake_gpu_compute(before)
 
 
 class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
@@ -87,23 +74,24 @@ def large(name: str, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_launches_and_memory_of_large_calls(uncomputed, name):
+def test_launches_and_memory_of_large_calls(name):
     most, mebibytes = LARGE[name]
     x = cupy.empty((HEADS, LENGTH, DIM), F32)
-    large(name, x[:1, :256])  # parameters are made once
-    with recorded() as log, Peak() as peak:
-        results = large(name, x)
+    with uncomputed():
+        large(name, x[:1, :256])  # parameters are made once
+        with recorded() as log, Peak() as peak:
+            results = large(name, x)
     arrays = len(results) if "gradients" not in name else 4
     outputs = x.nbytes * (arrays if "gradients" in name else 1)
     assert len(log.of("LAUNCH", "FILL", "GEMM")) <= most
     assert (peak.most - outputs) / MIB <= 1.1 * mebibytes
 
 
-def test_70_000_heads(uncomputed):
+def test_70_000_heads():
     """Grids count heads along their longest axis, and no product has more heads than cuBLAS."""
     x = cupy.empty((70_000, 4, 8), F32)
     for is_causal in (False, True):
-        with recorded() as log:
+        with uncomputed(), recorded() as log:
             linattn.linear_attention(x, x, x, EluFeatures(), is_causal=is_causal)
             linattn.softmax_attention(x, x, x, is_causal=is_causal)
         assert not log.of("ERROR")
@@ -115,10 +103,6 @@ def test_70_000_heads(uncomputed):
 def inputs(*shape: int, seed: int = 0) -> list[Any]:
     rng = np.random.default_rng(seed)
     return [rng.standard_normal(shape).astype(F32) for _ in range(3)]
-
-
-def error(first, second):
-    return np.linalg.norm(np.asarray(first, float) - second) / np.linalg.norm(second)
 
 
 def wide(x):
@@ -194,8 +178,7 @@ def test_windows_agree_with_float64(gpu, length):
         linattn.linear_attention, query, key, value, phi, chunk_size=64, **settings
     )
     assert error(output, expected) < 1e-5
-    content = [s.kvz * np.exp(s.log_scale.astype(float))[..., None] for s in (state, after)]
-    assert error(*content) < 1e-5
+    assert error(content(state), content(after)) < 1e-5
     seen = np.isfinite(log)
     assert_array_equal(np.isfinite(norm), seen)
     assert np.abs(norm[seen] - log[seen]).max() < 1e-4
@@ -221,8 +204,7 @@ def test_decays_agree_with_float64(gpu, phi, strength):
     expected, after, log = generic(twice, query, key, value, **settings)
     assert error(output, expected) < (1e-5 if strength < 1 else 2e-5)
     assert np.abs(norm - log).max() < 1e-4
-    content = [s.kvz * np.exp(s.log_scale.astype(float))[..., None] for s in (state, after)]
-    assert error(*content) < (1e-5 if strength < 1 else 2e-5)
+    assert error(content(state), content(after)) < (1e-5 if strength < 1 else 2e-5)
     np.testing.assert_allclose(state.log_decay, after.log_decay, rtol=1e-5)
     assert "scan_tiles" in gpu.launches
     assert (gpu.redone > 0) is (strength > 1)

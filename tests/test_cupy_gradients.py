@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
@@ -23,20 +22,11 @@ from linattn.feature_maps import (
     ReluFeatures,
 )
 from linattn.typing import Cotangent, Declined, State
-from linattn_cupy import device, fused, gradients, planning
-from tests.attentions import maps
-from tests.fake_gpu.device import Device
+from linattn_cupy import device, fused, gradients
+from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, error, inputs
 
 pytestmark = pytest.mark.fake_gpu
 
-D, E = 16, 24
-BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
-MAPS: dict[str, Any] = {
-    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
-    "per-head": PositiveFeatures.from_projection(
-        np.random.default_rng(7).standard_normal((3, 40, D))
-    ),
-}
 TOLERANCE = {BF16: 2e-2, F16: 1e-2}
 REJECTED = Declined("rows were rejected, or a gradient is not finite")
 KERNELS = {
@@ -50,22 +40,6 @@ KERNELS = {
     ],
 }
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
-
-def inputs(
-    lead: tuple[int, ...] = (3,),
-    length: int = 150,
-    value_dim: int = E,
-    dim: int = D,
-    keys: int | None = None,
-    seed: int = 0,
-) -> list[Any]:
-    """Queries, keys, values and a cotangent that bfloat16 and float16 hold exactly."""
-    rng = np.random.default_rng(seed)
-    keys = length if keys is None else keys
-    shapes = ((length, dim), (keys, dim), (keys, value_dim), (length, value_dim))
-    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
-    return [x.astype(BF16).astype(F16).astype(BF16).astype(F32) for x in arrays]
 
 
 def exact(*given, **settings):
@@ -103,11 +77,6 @@ def pull_by_the_door(gpu, *given):
         return pullback(grad)
 
     return Device.run(work, *arrays)
-
-
-def error(first, second):
-    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    return np.linalg.norm(first - second) / np.linalg.norm(second)
 
 
 def agree(found, expected, dtype):
@@ -350,13 +319,6 @@ def test_a_pullback_after_rejected_rows_is_the_generic_codes(gpu):
 # Float32 -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tile(monkeypatch):
-    """Few tokens a tile, so that a block walks several."""
-    monkeypatch.setattr(planning, "TILE", 16)
-    monkeypatch.setattr(planning, "CAUSAL_TILE", 16)
-
-
 @CAUSAL
 @pytest.mark.parametrize(
     ("name", "reuses"),
@@ -367,8 +329,8 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     phi, dim = MAPS[name], 48 if name == "relu" else D
     if name == "relu":
         phi = ReluFeatures()
-    query, key, value, grad = inputs((2, 3), 150, dim=dim)
-    mask = np.random.default_rng(1).random((2, 1, 150)) < 0.7
+    query, key, value, grad = inputs((2, 3), 100, dim=dim)
+    mask = np.random.default_rng(1).random((2, 1, 100)) < 0.7
     mask[1, :, :60] = False
     settings: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
     with linattn.without_backends():
@@ -380,7 +342,7 @@ def test_float32_gradients_agree_with_float64(gpu, name, reuses, is_causal, tile
     by_state = np.random.default_rng(3).standard_normal(after.kvz.shape).astype(F32)
     settings |= {"initial_state": state, "return_state": True}
     expected = exact(query, key, value, grad, phi, grad_state=by_state, **settings)
-    hidden = ~np.broadcast_to(mask, (2, 3, 150))
+    hidden = ~np.broadcast_to(mask, (2, 3, 100))
     key[hidden], value[hidden] = np.nan, np.inf
 
     def work(query, key, value, grad, by_state, scale, **settings):

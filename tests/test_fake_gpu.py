@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,19 +54,9 @@ import ml_dtypes
 
 import linattn_cupy
 from linattn.typing import State
+from tests.fake_gpu.log import uncomputed
 
 pytestmark = pytest.mark.fake_gpu
-
-
-@contextmanager
-def uncomputed() -> Iterator[None]:
-    """Launches are checked and logged, and nothing is computed."""
-    process = ctypes.CDLL(None)
-    before = process.fake_gpu_compute(0)
-    try:
-        yield
-    finally:
-        process.fake_gpu_compute(before)
 
 
 DTYPES = {
@@ -78,8 +67,9 @@ DTYPES = {
 }
 HALVES = ["float16", "bfloat16"]
 
-LEAD, LENGTH, DIM = (1, 3), 70, 16
-FAVOR = PositiveFeatures(DIM, num_features=32, rng=0)
+# Dims and features of test_cupy_backend.py: kernels of other sizes would be compiled besides.
+LEAD, LENGTH, DIM, VALUE_DIM = (1, 3), 70, 16, 24
+FAVOR = PositiveFeatures(DIM, num_features=40, rng=0)
 ELU = EluFeatures()
 
 
@@ -100,11 +90,11 @@ class Inputs:
 
     @property
     def kv(self) -> tuple[Any, Any]:
-        return self.array(*LEAD, LENGTH, DIM), self.array(*LEAD, LENGTH, DIM)
+        return self.array(*LEAD, LENGTH, DIM), self.array(*LEAD, LENGTH, VALUE_DIM)
 
     @property
     def token(self) -> tuple[Any, Any, Any]:
-        return self.array(*LEAD, DIM), self.array(*LEAD, DIM), self.array(*LEAD, DIM)
+        return self.array(*LEAD, DIM), self.array(*LEAD, DIM), self.array(*LEAD, VALUE_DIM)
 
     @property
     def mask(self) -> Any:
@@ -161,7 +151,7 @@ def stream(x):
 @call
 def shared_keys(x):
     query, *_ = x.qkv
-    key, value = x.array(1, 1, 70, DIM), x.array(1, 1, 70, 24)
+    key, value = x.array(1, 1, 70, DIM), x.array(1, 1, 70, VALUE_DIM)
     grouped = linattn.linear_attention(query[:, :, :70], key, value, FAVOR, is_causal=True)
     return grouped, linattn.linear_attention(query, key, value, FAVOR)
 
@@ -697,7 +687,7 @@ def test_a_captured_decoder_goes_on():
         x = on_device(0, "float32")
         decoder = linattn.Decoder(FAVOR, x.state())
         call = linattn_cupy.capture(decoder.step, *x.token)
-        assert call.output.shape == (*LEAD, DIM)
+        assert call.output.shape == (*LEAD, VALUE_DIM)
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,10 @@ class _Pairs(NamedTuple):
 
 
 class _Sees(NamedTuple):
-    """Which keys queries see: up to their own place or all, place of the first, how mapped back."""
+    """Which keys queries see: up to their own place or all; place of the first query."""
 
     is_causal: bool
     first: int
-    left: int
 
 
 class _Mapped(NamedTuple):
@@ -141,7 +140,7 @@ def softmax_attention(problem: Problem) -> Any:
     with products_of(problem):
         for heads, rows in scores_of(total, length, size, start if is_causal else None):
             stop = min(size, rows.stop + start) if is_causal else size
-            sees = _Sees(is_causal, rows.start + start, size)
+            sees = _Sees(is_causal, rows.start + start)
             pairs.read(heads, rows, slice(0, stop), sees, None)
     return _finished(problem, out, None, fine)
 
@@ -173,7 +172,7 @@ def window_attention(problem: Problem) -> Any:
     everything, state = slice(None), work.state
     with products_of(problem):
         first = slice(0, min(window, length))
-        pairs.read(everything, first, first, _Sees(True, 0, window), None)
+        pairs.read(everything, first, first, _Sees(True, 0), None)
         for block in _window_blocks(problem, window):
             state = _window_block(work, pairs, block, state, window)
     return _finished(problem, out, new_state(state, problem.state_lead, length), fine)
@@ -220,5 +219,5 @@ def _window_block(
         of_tile = slice(queries.start + begin, queries.start + begin + tile)
         keys = slice(of_tile.start - window, of_tile.stop)
         mapped = _Mapped(nums[:, part], dens[:, part], logs[:, part])
-        pairs.read(slice(None), of_tile, keys, _Sees(True, window, 2 * window), mapped)
+        pairs.read(slice(None), of_tile, keys, _Sees(True, window), mapped)
     return after

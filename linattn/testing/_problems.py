@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import cycle, islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -240,6 +241,20 @@ def check_attention_vjp(attention_vjp: Callable[..., Any], subject: Subject) -> 
     return None
 
 
+def check_attention_pullback(attention_pullback: Callable[..., Any], subject: Subject) -> Any:
+    """Compare results and gradients; results are written over before the gradients are asked."""
+    if subject.whole.feature_map is None:
+        return Declined("")
+    answer = attention_pullback(subject.problem())
+    if _dispatch.is_declined(answer):
+        return answer
+    output, *_, pullback = answer
+    check_attention(lambda problem: answer[:3], subject)
+    with suppress(TypeError):  # of a library whose arrays cannot be written
+        output[...] = np.nan
+    return check_attention_vjp(lambda problem, cotangent: pullback(cotangent), subject)
+
+
 def _steps(subject: Subject) -> Iterator[tuple[int, NDArray[Any], State]]:
     """Yield outputs and states of some steps, one after the other."""
     state: Any = subject.whole.state
@@ -342,6 +357,7 @@ def check_recurrence(recurrence: Callable[..., Any], subject: Subject) -> Any:
 WHOLE_CHECKS: dict[str, Callable[..., Any]] = {
     "plan": check_plan,
     "attention": check_attention,
+    "attention_pullback": check_attention_pullback,
     "attention_vjp": check_attention_vjp,
     "decode": check_decode,
     "merge": check_merge,

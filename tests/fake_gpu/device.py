@@ -13,10 +13,64 @@ if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
     pytest.skip("needs the fake GPU: tests/fake_gpu/run.sh", allow_module_level=True)
 
 import cupy
+import ml_dtypes
 
 import linattn_cupy.device
+from linattn.feature_maps import PositiveFeatures
+from tests.attentions import maps
 
-__all__ = ["Device", "cupy", "moved"]
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "MAPS",
+    "D",
+    "Device",
+    "E",
+    "content",
+    "cupy",
+    "error",
+    "inputs",
+    "moved",
+]
+
+D, E = 16, 24
+"""Sizes that most tests share, as every other size is compiled too."""
+
+BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
+MAPS: dict[str, Any] = {
+    **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
+    "per-head": PositiveFeatures.from_projection(
+        np.random.default_rng(7).standard_normal((3, 40, D))
+    ),
+}
+
+
+def inputs(
+    lead: tuple[int, ...] = (3,),
+    length: int = 150,
+    value_dim: int = E,
+    dim: int = D,
+    keys: int | None = None,
+    seed: int = 0,
+) -> list[Any]:
+    """Queries, keys, values and a cotangent that bfloat16 and float16 hold exactly."""
+    rng = np.random.default_rng(seed)
+    keys = length if keys is None else keys
+    shapes = ((length, dim), (keys, dim), (keys, value_dim), (length, value_dim))
+    arrays = [rng.standard_normal((*lead, *shape)) for shape in shapes]
+    return [x.astype(BF16).astype(F16).astype(BF16).astype(F32) for x in arrays]
+
+
+def error(first: Any, second: Any) -> Any:
+    """Norm of the difference over the norm of what is wanted."""
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    return np.linalg.norm(first - second) / np.linalg.norm(second)
+
+
+def content(state: Any) -> Any:
+    """What a state says, whatever its scale."""
+    return state.kvz.astype(np.float64) * np.exp(state.log_scale.astype(np.float64))[..., None]
 
 
 def moved(move: Callable[[Any], Any], value: Any) -> Any:

@@ -106,13 +106,6 @@ int cuModuleGetFunction(void** f, void* m, const char* name) {
     *f = &kernels.try_emplace(function, Kernel{function, (int)(49152 - static_shared(function))}).first->second;
     return 0;
 }
-int cuModuleGetGlobal_v2(u64* p, size_t* bytes, void* m, const char* name) {
-    Guard guard(mutex);
-    u64 n = 0;
-    *p = global_of((Module*)m, name, &n);
-    if (bytes) *bytes = n;
-    return *p ? 0 : refuse(500, "the module has no variable %s", name);
-}
 int cuFuncGetAttribute(int* v, int which, void* f) {
     auto* k = (Kernel*)f;
     const int shared = static_shared(k->function), most = most_threads(k->function);
@@ -164,6 +157,6 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n
 int cuOccupancyMaxPotentialBlockSize(int* grid, int* block, void*, void*, size_t, int) { *grid = processors(); *block = 256; return 0; }
 #define UNSUPPORTED(name) int name() { return refuse(801, #name); }
 UNSUPPORTED(cuLinkCreate_v2) UNSUPPORTED(cuLinkAddData_v2) UNSUPPORTED(cuLinkAddFile_v2) UNSUPPORTED(cuLinkComplete)
-UNSUPPORTED(cuLinkDestroy) UNSUPPORTED(cuModuleLoad) UNSUPPORTED(cuLaunchCooperativeKernel)
+UNSUPPORTED(cuLinkDestroy) UNSUPPORTED(cuModuleLoad) UNSUPPORTED(cuModuleGetGlobal_v2) UNSUPPORTED(cuLaunchCooperativeKernel)
 
 }

@@ -22,10 +22,13 @@ def findings() -> list[str]:
     return text.decode().splitlines()
 
 
-def counts() -> str:
-    """Return a line a kernel: instructions of warps since the beginning, and those of mma."""
+def counts() -> dict[str, list[int]]:
+    """Return each kernel's instructions of warps since the beginning, and those of mma."""
     text: bytes = _process.fake_gpu_counts()
-    return text.decode()
+    found: dict[str, list[int]] = {}
+    for name, *numbers in map(str.split, text.decode().splitlines()):
+        found[name] = [x + int(y) for x, y in zip(found.get(name, (0, 0)), numbers, strict=True)]
+    return found
 
 
 @dataclass
@@ -99,3 +102,13 @@ def recorded() -> Iterator[Log]:
             yield log
         finally:
             log.lines += _process.fake_gpu_recorded().decode().splitlines()
+
+
+@contextmanager
+def uncomputed() -> Iterator[None]:
+    """Launches are checked and logged, and nothing is computed."""
+    before = _process.fake_gpu_compute(0)
+    try:
+        yield
+    finally:
+        _process.fake_gpu_compute(before)

@@ -171,38 +171,6 @@ void Block::store(Warp& w, const Ins& i, u32 mask) {
     }
 }
 
-void Block::atomic(Warp& w, const Ins& i, u32 mask) {
-    u64 address[32], old[32] = {};
-    address_of(w, i.s[0], mask, address);
-    const u64* b = in64(w, i.s[1]);
-    const u64* c = i.s.size() > 2 ? in64(w, i.s[2]) : b;
-    const u32 bytes = bytes_of(i.type);
-    LANES {
-        if (!(mask >> l & 1)) continue;
-        u64 at = address[l];
-        const Space space = resolve(&at, i.space);
-        u8* p;
-        if (space == SHARED) p = shared_at(at, bytes), memset(&defined_[at], 1, bytes);
-        else { Allocation* a = global_at(at, bytes); p = (u8*)at; if (a) memset(&a->defined[at - a->start], 1, bytes); }
-        u64 x = 0;
-        memcpy(&x, p, bytes);
-        old[l] = x;
-        u64 y = b[l];
-        if (i.mode == 1) {
-            if (i.type == F32) y = u32of(f32(x) + f32(b[l]));
-            else if (i.type == F64) y = bits<u64>(bits<double>(x) + bits<double>(b[l]));
-            else y = x + b[l];
-        } else if (i.mode == 2) y = is_signed(i.type) ? (bytes == 4 ? (u64)std::max((i32)x, (i32)y) : (u64)std::max((i64)x, (i64)y)) : std::max(x, y);
-        else if (i.mode == 3) y = is_signed(i.type) ? (bytes == 4 ? (u64)std::min((i32)x, (i32)y) : (u64)std::min((i64)x, (i64)y)) : std::min(x, y);
-        else if (i.mode == 4) y = x | y;
-        else if (i.mode == 5) y = x & y;
-        else if (i.mode == 7) y = x == b[l] ? c[l] : x;
-        else if (i.mode != 6) stop("kind of atomic");
-        memcpy(p, &y, bytes);
-    }
-    if (i.base == ATOM) out64(w, i.d[0], old, mask, ALL);
-}
-
 // -- Asynchronous copies: cp.async and cp.async.wait_all --
 
 void Block::copy_async(Warp& w, const Ins& i, u32 mask) {

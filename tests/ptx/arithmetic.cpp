@@ -1,4 +1,4 @@
-// Arithmetic (PTX ISA, "Integer Arithmetic Instructions", "Extended-Precision Integer Arithmetic Instructions",
+// Arithmetic (PTX ISA, "Integer Arithmetic Instructions",
 // "Floating-Point Instructions", "Half Precision Floating-Point Instructions"). Numbers of 32 bits under .ftz are flushed
 // before and after; every NaN is the one that the hardware makes.
 #include <algorithm>
@@ -12,25 +12,15 @@ bool Block::arithmetic(Warp& w, const Ins& i, u32 mask) {
     };
     switch (i.base) {
         case ADD:
-            if (i.cc) {
-                carry(w, i, mask, false, false);
-                break;
-            }
             arithmetic(
                 w, i, mask, [](auto a, auto b, auto) { return a + b; }, [](auto a, auto b, auto) { return (u64)a + (u64)b; },
                 [](auto a, auto b, auto) { return a + b; });
             break;
         case SUB:
-            if (i.cc) {
-                carry(w, i, mask, true, false);
-                break;
-            }
             arithmetic(
                 w, i, mask, [](auto a, auto b, auto) { return a - b; }, [](auto a, auto b, auto) { return (u64)a - (u64)b; },
                 [](auto a, auto b, auto) { return a - b; });
             break;
-        case ADDC: carry(w, i, mask, false, true); break;
-        case SUBC: carry(w, i, mask, true, true); break;
         case MUL:
         case MAD: multiply(w, i, mask); break;
         case FMA:
@@ -139,21 +129,6 @@ void Block::divided(Warp& w, const Ins& i, u32 mask, bool rest) {
     out64(w, i.d[0], t, mask, all_valid(w, i));
 }
 
-void Block::carry(Warp& w, const Ins& i, u32 mask, bool minus, bool takes) {
-    const bool is64 = bytes_of(i.type) == 8;
-    const u64 *a = in64(w, i.s[0]), *b = in64(w, i.s[1]);
-    u64 t[32];
-    u32 out = 0;
-    LANES {
-        const unsigned __int128 x = is64 ? a[l] : (u32)a[l], y = is64 ? b[l] : (u32)b[l];
-        const u32 c = takes ? w.carry >> l & 1 : 0;
-        const unsigned __int128 r = minus ? x - y - c : x + y + c;
-        t[l] = r;
-        out |= (u32)(r >> (is64 ? 64 : 32) & 1) << l;
-    }
-    out64(w, i.d[0], t, mask, all_valid(w, i));
-    if (i.cc) w.carry = (w.carry & ~mask) | (out & mask);
-}
 // "Floating-Point Instructions": those with .approx are as wrong as the ISA lets them be.
 bool Block::functions(Warp& w, const Ins& i, u32 mask) {
     switch (i.base) {
@@ -172,9 +147,6 @@ bool Block::functions(Warp& w, const Ins& i, u32 mask) {
             break;
         case EX2: eachf(w, i, mask, [](float a, float, float) { return off(exp2((double)a), 2.3e-7); }); break;  // 2^-22
         case LG2: eachf(w, i, mask, [](float a, float, float) { return off(log2((double)a), 1e-7); }); break;
-        case SIN: eachf(w, i, mask, [](float a, float, float) { return sin((double)a); }); break;
-        case COS: eachf(w, i, mask, [](float a, float, float) { return cos((double)a); }); break;
-        case TANH: eachf(w, i, mask, [](float a, float, float) { return off(tanh((double)a), 4e-4); }); break;
         default: return false;
     }
     return true;

@@ -18,7 +18,6 @@ struct Warp {
     std::vector<Group> groups;
     std::vector<u32> r32, v32, v64, p, vp;  // values; which lanes are defined
     std::vector<u64> r64;
-    u32 carry = 0;
     std::vector<Copy> copies;
     bool at_barrier = false;
     u32 barrier_vote = 0;
@@ -139,7 +138,6 @@ class Block {
     void address_of(Warp& w, const Operand& o, u32 mask, u64* address);
     void load(Warp& w, const Ins& i, u32 mask);
     void store(Warp& w, const Ins& i, u32 mask);
-    void atomic(Warp& w, const Ins& i, u32 mask);
     void copy_async(Warp& w, const Ins& i, u32 mask);
     void bring(Warp& w, Copy& c);
     void wait(Warp& w, u32 mask);
@@ -158,7 +156,6 @@ class Block {
     void convert(Warp& w, const Ins& i, u32 mask);
     void wide(Warp& w, const Ins& i, u32 mask);
     void divided(Warp& w, const Ins& i, u32 mask, bool rest);
-    void carry(Warp& w, const Ins& i, u32 mask, bool minus, bool takes);
     void multiply(Warp& w, const Ins& i, u32 mask);
     void move(Warp& w, const Ins& i, u32 mask);
     void select(Warp& w, const Ins& i, u32 mask);

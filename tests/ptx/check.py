@@ -128,7 +128,7 @@ def main() -> int:
     print(f"{len(failed)} of {done} failed, {left} not run, {took:.0f} s")
     print(*failed, sep="\n", end="\n" if failed else "")
     if given.counts:
-        print("kernel, instructions of warps, those of mma:", counts(), sep="\n")
+        print("kernel, instructions of warps, those of mma:", *counts().items(), sep="\n")
     return int(bool(failed) or not done)
 
 

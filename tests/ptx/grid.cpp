@@ -56,12 +56,6 @@ std::vector<std::string> names_of(Module* m) {
     for (auto& [name, function] : m->functions) names.push_back(name);
     return names;
 }
-u64 global_of(Module* m, const char* name, u64* bytes) {
-    auto it = m->globals.find(name);
-    if (it == m->globals.end()) return 0;
-    *bytes = it->second.second;
-    return it->second.first;
-}
 
 bool run_grid(Function* f, const u32 grid[3], const u32 block[3], u32 dynamic, void** arguments, Memory* memory) {
     ++launches;

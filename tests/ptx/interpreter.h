@@ -11,7 +11,7 @@
 //     reported;
 //   * approximate instructions are off by a part of what the ISA allows; sums of mma are truncated.
 // Not modelled: caches, streams side by side, several blocks at a time (their races are seen all the same), SASS. Not
-// done: calls of functions, groups of cp.async, wgmma, TMA, clusters, races of atomics.
+// done: calls of functions, groups of cp.async, wgmma, TMA, clusters, atomics.
 //
 // Environment: PTX_SEED, PTX_EXACT (numbers.h), PTX_TRACE=1 (a line a launch, to stderr).
 #pragma once
@@ -28,7 +28,6 @@ const std::string& name_of(Function*);
 const std::vector<u32>& parameter_bytes(Function*);
 u32 static_shared(Function*);
 u32 most_threads(Function*);
-u64 global_of(Module*, const char* name, u64* bytes);
 std::vector<std::string> names_of(Module*);
 
 // Run a grid, block after block in a random order, their warps interleaved at random. Returns whether it ended.

@@ -1,5 +1,5 @@
 // Bits (PTX ISA, "Logic and Shift Instructions", bit fields of "Integer Arithmetic Instructions") and moves between
-// registers ("Data Movement and Conversion Instructions": mov, prmt, cvta; selp), and which instruction is whose.
+// registers ("Data Movement and Conversion Instructions": mov, cvta; selp), and which instruction is whose.
 #include <time.h>
 
 #include <algorithm>
@@ -45,18 +45,6 @@ bool Block::logic_and_shift(Warp& w, const Ins& i, u32 mask) {
                 return (i.mode & 3) == 1 ? (u32)((both << n) >> 32) : (u32)(n > 63 ? 0 : both >> n);
             });
             break;
-        case LOP3: {
-            const u32 *a = in32(w, i.s[0]), *b = in32(w, i.s[1]), *c = in32(w, i.s[2]), *f = in32(w, i.s[3]);
-            u32 t[32];
-            LANES {
-                u32 x = 0;
-                for (int k = 0; k < 8; ++k)
-                    if (f[l] >> k & 1) x |= (k & 4 ? a[l] : ~a[l]) & (k & 2 ? b[l] : ~b[l]) & (k & 1 ? c[l] : ~c[l]);
-                t[l] = x;
-            }
-            out32(w, i.d[0], t, mask, all_valid(w, i));
-            break;
-        }
         default: return false;
     }
     return true;
@@ -77,14 +65,6 @@ bool Block::fields_of_bits(Warp& w, const Ins& i, u32 mask) {
             out32(w, i.d[0], t, mask, all_valid(w, i));
             break;
         }
-        case BFE:
-            if (i.type == U32)
-                each32(w, i, mask, [](u32 a, u32 b, u32 c) {
-                    b &= 255, c &= 255;
-                    return b > 31 || !c ? 0 : (a >> b) & (c > 31 ? ALL : (1u << c) - 1);
-                });
-            else stop("type of an instruction");
-            break;
         case POPC:
             bytes_of(i.type) == 8 ? each64(w, i, mask, [](u64 a, u64, u64) { return (u64)__builtin_popcountll(a); })
                                   : each32(w, i, mask, [](u32 a, u32, u32) { return (u32)__builtin_popcount(a); });
@@ -92,17 +72,6 @@ bool Block::fields_of_bits(Warp& w, const Ins& i, u32 mask) {
         case CLZ:
             bytes_of(i.type) == 8 ? each64(w, i, mask, [](u64 a, u64, u64) { return (u64)(a ? __builtin_clzll(a) : 64); })
                                   : each32(w, i, mask, [](u32 a, u32, u32) { return (u32)(a ? __builtin_clz(a) : 32); });
-            break;
-        case BREV:
-            each32(w, i, mask, [](u32 a, u32, u32) {
-                u32 x = 0;
-                for (int k = 0; k < 32; ++k) x |= (a >> k & 1) << (31 - k);
-                return x;
-            });
-            break;
-        case COPYSIGN:
-            if (i.type == F32) each32(w, i, mask, [](u32 a, u32 b, u32) { return (a & 0x80000000) | (b & 0x7fffffff); });
-            else each64(w, i, mask, [](u64 a, u64 b, u64) { return (a & 1ull << 63) | (b & ~(1ull << 63)); });
             break;
         default: return false;
     }
@@ -117,23 +86,8 @@ bool Block::movement(Warp& w, const Ins& i, u32 mask) {
         case CVT: convert(w, i, mask); break;
         case LD: load(w, i, mask); break;
         case ST: store(w, i, mask); break;
-        case ATOM:
-        case RED: atomic(w, i, mask); break;
         case CPASYNC: copy_async(w, i, mask); break;
         case CPWAIT: wait(w, mask); break;
-        case PRMT:
-            each32(w, i, mask, [](u32 a, u32 b, u32 c) {
-                const u64 both = (u64)b << 32 | a;
-                u32 x = 0;
-                for (int k = 0; k < 4; ++k) {
-                    const u32 s = c >> k * 4 & 15;
-                    u8 y = both >> (s & 7) * 8;
-                    if (s & 8) y = y & 128 ? 255 : 0;
-                    x |= (u32)y << k * 8;
-                }
-                return x;
-            });
-            break;
         case CVTA: {
             const u64* a = in64(w, i.s[0]);
             const u64 window = i.space == SHARED ? SHARED_WINDOW : i.space == LOCAL ? LOCAL_WINDOW : 0;

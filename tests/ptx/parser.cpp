@@ -61,10 +61,8 @@ class Parser {
             if (c == '/' && i + 1 < t.size() && t[i + 1] == '*') { i = t.find("*/", i) + 2; continue; }
             if (c == '"') { const size_t end = t.find('"', i + 1); statement += t.substr(i, end - i + 1); i = end + 1; continue; }
             if (!function_ && statement.find(".entry") == std::string::npos && statement.find(".func") == std::string::npos && c == '\n' &&
-                (begins(trimmed(statement), ".version") || begins(trimmed(statement), ".target") || begins(trimmed(statement), ".address_size"))) {
-                
+                (begins(trimmed(statement), ".version") || begins(trimmed(statement), ".target") || begins(trimmed(statement), ".address_size")))
                 statement.clear();
-            }
             if (trimmed(statement).empty()) line_ = line;
             if (c == '{' && function_ == nullptr && statement.find("=") == std::string::npos) { header(trimmed(statement)); statement.clear(); ++i; continue; }
             if (c == '{' && function_ && trimmed(statement).empty()) { scopes_.emplace_back(); ++i; continue; }
@@ -357,12 +355,12 @@ class Parser {
         const std::string opcode = s.substr(0, space);
         const std::string rest = space == std::string::npos ? "" : trimmed(s.substr(space));
         const auto parts = split(opcode, '.');
-        static const std::map<std::string, Base> bases = {{"abs", ABS}, {"add", ADD}, {"addc", ADDC}, {"and", AND}, {"atom", ATOM}, {"bfe", BFE},
-            {"bfi", BFI}, {"bfind", BFIND}, {"bra", BRA}, {"brev", BREV}, {"clz", CLZ}, {"cnot", CNOT}, {"copysign", COPYSIGN}, {"cos", COS}, {"cvt", CVT}, {"cvta", CVTA},
-            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldu", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, {"lop3", LOP3},
+        static const std::map<std::string, Base> bases = {{"abs", ABS}, {"add", ADD}, {"and", AND}, 
+            {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"cvt", CVT}, {"cvta", CVTA},
+            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldu", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
             {"mad", MAD}, {"max", MAX}, {"min", MIN}, {"mma", MMA}, {"mov", MOV}, {"mul", MUL}, {"neg", NEG}, {"not", NOT}, {"or", OR},
-            {"popc", POPC}, {"prmt", PRMT}, {"rcp", RCP}, {"red", RED}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"setp", SETP},
-            {"shf", SHF}, {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sin", SIN}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"subc", SUBC}, {"tanh", TANH}, {"testp", TESTP}, {"vote", VOTE},
+            {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"setp", SETP},
+            {"shf", SHF}, {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"vote", VOTE},
             {"xor", XOR}, {"membar", FENCE}, {"fence", FENCE}};
         const std::string& base = parts[0];
         if (base == "bar" || base == "barrier") i.base = parts[1] == "warp" ? BARWARP : BAR;
@@ -388,7 +386,6 @@ class Parser {
             else if (p == "hi" && i.base != SETP) i.hi = true;
             else if (p == "nc") i.nc = true;
             else if (p == "trans") i.trans = true;
-            else if (p == "cc") i.cc = true;
             else if (p == "uni") i.uni = true;
             else if (p == "rn" || p == "rni") i.round = 'n', i.integer = p == "rni";
             else if (p == "rz" || p == "rzi") i.round = 'z', i.integer = p == "rzi";
@@ -408,7 +405,6 @@ class Parser {
             else if (i.base == BAR) { if (p == "or") i.mode = 1; else if (p == "and") i.mode = 2; }
             else if (i.base == SHF) { if (p == "l") i.mode = 1; else if (p == "r") i.mode = 2; else if (p == "clamp") i.mode |= 4; }
             else if (i.base == CVTA && p == "to") i.mode = 1;
-            else if (i.base == ATOM || i.base == RED) { if (p == "add") i.mode = 1; else if (p == "max") i.mode = 2; else if (p == "min") i.mode = 3; else if (p == "or") i.mode = 4; else if (p == "and") i.mode = 5; else if (p == "exch") i.mode = 6; else if (p == "cas") i.mode = 7; }
         }
         if (rest.find("%globaltimer") != std::string::npos) {  // "Special Registers": nanoseconds
             i.mode = TIME;
@@ -423,7 +419,7 @@ class Parser {
             function_->code.push_back(i);
             return;
         }
-        const bool no_result = i.base == ST || i.base == RED || i.base == EXIT || i.base == BARWARP || i.base == CPASYNC || i.base == CPWAIT ||
+        const bool no_result = i.base == ST || i.base == EXIT || i.base == BARWARP || i.base == CPASYNC || i.base == CPWAIT ||
                                i.base == FENCE || (i.base == BAR && i.mode == 0);
         for (size_t k = 0; k < given.size(); ++k) {
             auto made = operands(given[k]);

@@ -25,9 +25,8 @@ inline int bytes_of(Type t) { return t == PRED || t == NO ? 0 : t <= S8 ? 1 : t 
 inline bool is_signed(Type t) { return t == S8 || t == S16 || t == S32 || t == S64; }
 inline bool is_float(Type t) { return t == F16 || t == BF16 || t == F32 || t == F64; }
 
-enum Base : u8 { ABS, ADD, ADDC, AND, ATOM, BAR, BARWARP, BFE, BFI, BFIND, BRA, BREV, CLZ, CNOT, COPYSIGN, COS, CPASYNC, CPWAIT, CVT, CVTA,
-    DIV, EX2, EXIT, FMA, FNS, LD, LDMATRIX, LG2, LOP3, MAD, MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, PRMT, RCP, RED, REM, RSQRT, SELP,
-    SETP, SHF, SHFL, SHL, SHR, SIN, SQRT, ST, SUB, SUBC, TANH, TESTP, VOTE, XOR, FENCE, BFLYNONE, UNKNOWN };
+enum Base : u8 { ABS, ADD, AND, BAR, BARWARP, BFI, BRA, CLZ, CPASYNC, CPWAIT, CVT, CVTA, DIV, EX2, EXIT, FENCE, FMA, LD, LDMATRIX, LG2, MAD,
+    MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, RCP, REM, RSQRT, SELP, SETP, SHF, SHFL, SHL, SHR, SQRT, ST, SUB, UNKNOWN, VOTE, XOR };
 
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM, CONST };
 constexpr u8 TIME = 9;  // the mode of a mov from %globaltimer
@@ -44,11 +43,9 @@ struct Ins {
     Type type = NO, from = NO;  // the second type of cvt, and of a setp's result
     Space space = GENERIC;
     bool ftz = false, sat = false, approx = false, wide = false, hi = false, nc = false, trans = false, uni = false;
-    bool cc = false;
     char round = 'n';     // n z m p
     bool integer = false; // rounding to an integer (.rni)
     u8 vec = 1, cmp = 0, boolean = 0, mode = 0;
-    u16 lut = 0;
     int guard = -1;
     bool guard_negated = false;
     int target = -1, line = 0;

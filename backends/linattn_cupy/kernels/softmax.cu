@@ -1,7 +1,7 @@
 // Scores of exact pairs become weights, in place, in float32: a row divided by its sum.
 //
 //   weight_ij = exp(scale s_ij + w_j - M_i) / total_i,  M_i the row's largest, over the keys j that query i sees:
-//   those of first + i - left to first + i, or all; none of log weight w_j = -inf.
+//   those up to first + i, or all; none of log weight w_j = -inf.
 // A row may have read other keys by a map: numerators, denominators and the logs of their scales. They count in M and
 // in the total; `output` gets the numerators on the row's scale, so that the product of weights and values is added.
 // A row without keys has weights 0. NaN and infinite logits make NaN: the caller asks another function.
@@ -33,19 +33,18 @@ __device__ __forceinline__ float over_block(float x, float (&numbers)[WARPS]) {
 // Scores (heads, n, s), a block of threads a row; log weights (heads, s) and the norms, (heads, n), may be null, and
 // so may what was read before: numerators (heads, n, e), denominators and logs (heads, n).
 KERNEL __launch_bounds__(THREADS)
-    softmax_rows(float* __restrict__ scores, int n, int s, float scale, int is_causal, int first, int left,
+    softmax_rows(float* __restrict__ scores, int n, int s, float scale, int is_causal, int first,
                  const float* __restrict__ weights, i64 weights_head, float* __restrict__ norms, i64 norms_head,
                  const float* __restrict__ nums, const float* __restrict__ dens, i64 dens_head,
                  const float* __restrict__ logs, i64 logs_head, i64 nums_head, int e, float* __restrict__ output,
                  ROWS(output)) {
     __shared__ float numbers[WARPS];
     const i64 head = blockIdx.x / n;
-    const int row = blockIdx.x % n, place = first + row;
-    const int begin = is_causal ? max(place - left, 0) : 0, end = is_causal ? min(place + 1, s) : s;
+    const int row = blockIdx.x % n, end = is_causal ? min(first + row + 1, s) : s;
     scores += static_cast<i64>(blockIdx.x) * s;
     weights = weights == nullptr ? weights : weights + head * weights_head;
     float top = -INFINITE, sees = 0.0f;
-    for (int j = begin + threadIdx.x; j < end; j += THREADS) {
+    for (int j = threadIdx.x; j < end; j += THREADS) {
         const float weight = weights == nullptr ? 0.0f : weights[j];
         if (weight > -INFINITE) {
             top = fmaxf(top, fmaf(scores[j], scale, weight));
@@ -62,7 +61,7 @@ KERNEL __launch_bounds__(THREADS)
     float sum = 0.0f;
     for (int j = threadIdx.x; j < s; j += THREADS) {
         const float weight = weights == nullptr ? 0.0f : weights[j];
-        const bool seen = begin <= j && j < end && weight > -INFINITE;
+        const bool seen = j < end && weight > -INFINITE;
         const float entry = seen ? expf(fmaf(scores[j], scale, weight) - shift) : 0.0f;
         scores[j] = entry;
         sum += entry;
