@@ -68,18 +68,10 @@ class TestKnownAnswers:
     @pytest.mark.parametrize(
         ("v", "rate", "num_draws", "expected"),
         [
-            (0.1, 1e-6, 256, 5.49),
             (0.1, 1e-6, 4096, 5.34),
-            (0.25, 1e-6, 256, 5.71),
-            (0.25, 1e-6, 2**20, 5.32),
             (0.5, 1e-6, 256, 7.35),
-            (0.5, 1e-6, 65536, 5.37),
-            (1.0, 1e-6, 256, 17.9),
             (1.0, 1e-6, 2**20, 6.24),
             (4.0, 1e-6, 256, 436),
-            (4.0, 1e-6, 2**20, 58.6),
-            (0.25, 1e-9, 4096, 6.61),
-            (0.5, 1e-9, 65536, 7.16),
             (1.0, 1e-9, 4096, 19.9),
         ],
     )
@@ -327,13 +319,6 @@ class TestErrorRates:
         assert not betting_test(narrow + 0.02, 1.0).passed
         assert bernstein_bound(1.0, 1.0, 4000) > 5 * 0.02
 
-    def test_naive_threshold_does_not(self, rng):
-        """Why thresholds are not a few standard errors: what the kit is there to avoid."""
-        draws, variance = self.draws(rng, "two points")
-        z = np.mean(draws, axis=1) / sqrt(variance / self.DRAWS)
-        alarms = np.sum(np.abs(z) > 2.5758)
-        assert alarms > exceeds(self.REPEATS, self.RATE)
-
     def test_at_most(self, rng):
         draws, _ = self.draws(rng, "lognormal")
         y = draws + 1
@@ -343,12 +328,6 @@ class TestErrorRates:
         assert alarms <= exceeds(self.REPEATS, self.RATE)
         assert not at_most_test(y[0], 0.3, 6.0).passed
         assert not at_most_test(np.full(50, 9.0), 1.0, 2.0).passed
-
-    def test_bernstein(self, rng):
-        draws = rng.random((self.REPEATS, self.DRAWS)) < 0.02
-        allowed = bernstein_bound(0.02 * 0.98, 0.98, self.DRAWS, false_alarm_rate=self.RATE)
-        alarms = np.sum(np.abs(np.mean(draws, axis=1) - 0.02) >= allowed)
-        assert alarms <= exceeds(self.REPEATS, self.RATE)
 
 
 TRANSFORM = np.array([[1.2, 0.1, 0.0], [0.0, 0.9, -0.1], [0.1, 0.0, 1.0]])
@@ -757,11 +736,6 @@ class TestCheckFeatureMap:
         assert skipped == {"mean", "variance", "redraw"}
         with pytest.raises(testing.UntestableError, match="depend on all keys"):
             testing.assert_unbiased(SoftmaxFeatures(4))
-
-    def test_given_projection(self):
-        report = testing.check_feature_map(PositiveFeatures.from_projection(np.eye(4)))
-        skipped = {row.check for row in report.rows if row.result == "skipped"}
-        assert skipped == {"mean", "variance", "redraw"}
 
     def test_factory(self):
         report = testing.check_feature_map(
