@@ -556,7 +556,7 @@ def test_bandwidth_is_that_of_gamma():
 
 @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal", "stratified"])
 def test_variance_is_that_of_the_map(sampler):
-    """Of pairs of two rows; draws of the map are compared with it in test_sampling.py."""
+    """Of pairs of two rows; tests of the map compare it with draws."""
     X, _, _, _ = problem(14, n=40, d=4)
     model = RandomFeatures(num_features=16, sampler=sampler, compute_variance=True, random_state=0)
     pairs = ~np.eye(len(X), dtype=bool)
