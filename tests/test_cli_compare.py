@@ -139,24 +139,6 @@ class TestCompare:
         for found, array in zip(loaded.arrays, arrays.values(), strict=True):
             np.testing.assert_array_equal(found, array)
 
-    def test_other_files_are_refused_as_attend_refuses_them(self, file, tmp_path):
-        """In the same words, and before anything is written."""
-        np.save(tmp_path / "q.npy", np.ones((3, 2)))
-        one, out = tmp_path / "q.npy", tmp_path / "out"
-        for words in (
-            [one, one],
-            [one] * 4,
-            [one, one, tmp_path / "v.txt"],
-            [tmp_path / "no.zarr"],
-        ):
-            ours = call("compare", *words, "--out", out)
-            assert_refused(ours, "")
-            theirs = call("attend", *words, "--out", tmp_path / "o.npy")
-            assert ours.stderr == theirs.stderr
-        assert_refused(call("compare", one, "--out", out), "want three .npy files")
-        assert_refused(call("compare", file, "--input", file, "--out", out), "not with FILES")
-        assert not out.exists()
-
     def test_command_in_the_record_repeats_the_run(self, file, tmp_path):
         first, second = tmp_path / "a b", tmp_path / "second"
         options = ["--input", file, "--causal", "--seed", 7, "--max-heads", 2, *SMALL]
