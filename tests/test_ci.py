@@ -82,6 +82,17 @@ def test_every_call_can_fail_it(checkout):
         assert call in output or call.endswith("/oldest-versions test"), call
 
 
+def test_another_python_is_tried_where_the_newest_cannot_be_had(checkout):
+    of_newest, between = "chroot NEW", "-between/bin/python -m pytest -m quick"
+    _, calls, _ = run(checkout)
+    assert between not in calls
+    assert any(call.startswith(of_newest) for call in calls)
+    (checkout / ".ci" / "newest-python").write_text("#!/bin/bash\nexit 3\n", encoding="utf-8")
+    code, calls, _ = run(checkout)
+    assert (code, calls.count(between)) == (0, 1)
+    assert not any(call.startswith(of_newest) for call in calls)
+
+
 def test_it_runs_what_contributors_are_told_to_run(checkout):
     _, calls, _ = run(checkout)
     commands = [call.partition("bin/")[2] for call in calls]
