@@ -566,11 +566,10 @@ def base() -> Any:
     return importlib.import_module("linattn.baselines")
 
 
-@every_dtype
 @pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_those_of_inputs_that_were_cast_before(name, dtype):
+def test_baselines_are_those_of_inputs_that_were_cast_before(name):
     inputs = tensors()
-    narrow = [array.to(dtype) for array in inputs]
-    with torch.autocast("cpu", dtype=dtype):
+    narrow = [array.bfloat16() for array in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         got = BASELINES[name](*inputs[:2], narrow[2])
     same(got, BASELINES[name](*narrow))

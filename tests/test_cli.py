@@ -272,22 +272,6 @@ class TestReport:
         assert not victim.exists()
         assert list(out.iterdir()) == [target]
 
-    @pytest.mark.parametrize("mode", [0o600, 0o664])
-    def test_permissions_are_kept(self, tmp_path, mode):
-        """Whether they are less than a new file has, or more."""
-        path = tmp_path / "compare.json"
-        umask = os.umask(0o022)
-        try:
-            report.write(path, b"new")
-            assert path.stat().st_mode & 0o777 == 0o644
-            path.chmod(mode)
-            report.write(path, b"newer")
-        finally:
-            os.umask(umask)
-        assert path.stat().st_mode & 0o777 == mode
-        assert path.read_bytes() == b"newer"
-
-
 TILE = "cuTile kernels never run on hardware, not used"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,34 +18,16 @@ from linattn import reference
 from linattn.cli import compare, inputs, methods, plots, report, run, tables
 from linattn.cli.method import Sizes, exact_multiplications
 from linattn.cli.published import PUBLISHED
+from tests import command
 from tests.command import assert_refused, call, save
 
 LENGTH, KEYS = 96, 24
 
 
-def row(name, median, cost, *, kind="map", keys=64, exact_share=0.0):
-    return compare.Row(
-        method=name,
-        label=name.upper(),
-        num_features=keys,
-        kind=kind,
-        cost=cost,
-        held_out=False,
-        exact_share=exact_share,
-        failure="",
-        median=median,
-        percentile_90=median,
-        heads=((median,),),
-        setup_seconds=0,
-        seconds=1,
-        calls=1,
-        peak_bytes=1,
-    )
-
-
+row = partial(command.row, num_features=64)
 REFERENCES = [
-    row("uniform", 0.5, 0.0, kind="reference", keys=None),
-    row("exact", 0.0, 1.0, kind="reference", keys=None),
+    row("uniform", 0.5, 0.0, kind="reference", num_features=None),
+    row("exact", 0.0, 1.0, kind="reference", num_features=None),
 ]
 
 
@@ -179,7 +162,7 @@ def test_the_frontier():
 def test_the_sentence_about_published_attentions():
     rows = [
         row("a", 0.2, 0.9),
-        row("other", 0.1, 0.9, keys=128),
+        row("other", 0.1, 0.9, num_features=128),
         row("p", 0.15, 0.4, kind="published"),
         row("q", 0.35, 0.4, kind="published"),
         row("s", 1e-9, 0.4, kind="published", exact_share=1.0),

@@ -28,7 +28,7 @@ from linattn.cli import (
     tables,
     timing,
 )
-from tests.command import SMALL, assert_refused, call, save
+from tests.command import SMALL, assert_refused, call, row, save
 
 
 @pytest.fixture
@@ -39,26 +39,6 @@ def file(tmp_path):
 @pytest.fixture
 def small(file):
     return inputs.load(file)
-
-
-def row(method, median, *, kind="map", held_out=False, num_features=None, exact_share=0.0):
-    return compare.Row(
-        method=method,
-        label=method.upper(),
-        num_features=num_features,
-        kind=kind,
-        cost=1.0,
-        held_out=held_out,
-        exact_share=exact_share,
-        failure="",
-        median=median,
-        percentile_90=median,
-        heads=((median,),),
-        setup_seconds=0,
-        seconds=1,
-        calls=1,
-        peak_bytes=1,
-    )
 
 
 UNIFORM = row("uniform", 0.5, kind="reference")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from typing import Any
 
@@ -579,18 +577,3 @@ def test_variance_is_that_of_the_map(sampler):
 def test_wrong_parameters_of_features(parameters, error, said):
     with pytest.raises(error, match=said):
         RandomFeatures(**parameters).fit(problem(0)[0])
-
-
-# The extra ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", ["sklearn", "sklearn.utils.validation"])
-def test_who_lacks_scikit_learn_hears_of_the_extra(missing):
-    program = f"import sys\nsys.modules[{missing!r}] = None\nimport linattn.sklearn"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 1
-    *_, last = finished.stderr.splitlines()
-    assert last == (
-        "ImportError: linattn.sklearn needs scikit-learn 1.6 or newer: pip install '.[sklearn]' "
-        "in a clone of linattn"
-    )
