@@ -272,6 +272,7 @@ class TestReport:
         assert not victim.exists()
         assert list(out.iterdir()) == [target]
 
+
 TILE = "cuTile kernels never run on hardware, not used"
 
 
