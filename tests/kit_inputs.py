@@ -325,9 +325,6 @@ KERNELS: dict[str, Any] = {
     "a log decay of 0 taken for a token left out": (
         "decay", {"gate": lambda g, t, n: np.where(g == 0, 0, np.exp(g))},
     ),
-    "decays of e^-30 taken for 0.001": (
-        "decay", {"gate": lambda g, t, n: np.exp(np.maximum(g, -7))},
-    ),
     "key channels beyond 8 left out": (
         "sizes", {"token": lambda k, v, b, t: (k * (np.arange(k.shape[-1]) < 8), v, b)},
     ),
@@ -343,13 +340,6 @@ KERNELS: dict[str, Any] = {
     ),
     "beta of batch element 0": ("loop", {"token": lambda k, v, b, t: (k, v, 0 * b + b[:1])}),
     "gates of head 0": ("loop", {"gate": lambda g, t, n: np.exp(0 * g + g[:, :1])}),
-    "a state in float16": (
-        "keys", {"after": lambda state: state.astype(np.float16).astype(np.float32)},
-    ),
-    "keys of norm 0 normalized": (
-        "correlated",
-        {"token": lambda k, v, b, t: (k / np.linalg.norm(k, axis=-1, keepdims=True), v, b)},
-    ),
 }  # fmt: skip
 for name, (check, lines) in KERNELS.items():
     mutation(
@@ -485,9 +475,6 @@ GRADIENTS = {
     "no gradient by beta above 1": gradients(where("beta", lambda b: b > 1)),
     "no gradient by keys where there is no initial state": gradients(
         lambda named, gates: named | {"key": named["key"] * ("initial_state" in gates)}
-    ),
-    "the sign of the decay in the backward pass": gradients(
-        lambda named, gates: named | {"log_decay": -named["log_decay"]}
     ),
     "no gradient of values beyond 64 columns": gradients(
         lambda named, gates: (
