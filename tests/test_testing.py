@@ -7,6 +7,7 @@ What chance decides fails in at most `TOTAL_FALSE_ALARM_RATE` of all runs. Fresh
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from math import comb, exp, expm1, sqrt
@@ -34,6 +35,7 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from linattn.sampling import SAMPLERS, gaussian, orthogonal
+from linattn.testing._attention_cases import LENGTHS
 from linattn.testing.check import CHECKS, Row
 from linattn.testing.moments import block_kurtosis, exponential_moments, orthogonal_block_moment
 from linattn.testing.statistics import (
@@ -368,7 +370,7 @@ class TestEstimates:
         assert evidence.false_alarm_rate == 1e-9
         assert 0 < evidence.detectable < detectable
 
-    @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
+    @pytest.mark.parametrize("name", ["positive", "trigonometric"])
     def test_exact_variance(self, name):
         evidence = testing.assert_variance(MAPS[name]("orthogonal"), num_draws=3000, rng=SEED)
         assert "approximate" not in evidence.detail
@@ -489,10 +491,10 @@ class TestEstimates:
         claim = lambda x, y: 3 * feature_map.variance(x, y)  # noqa: E731
         with pytest.raises(
             AssertionError,
-            match=r"variance of phi.* over 8000 draws is .*, want equal .* a standard error, as "
+            match=r"variance of phi.* over 3000 draws is .*, want equal .* a standard error, as "
             r"measured, is .* 1e-09 of all runs\. pair \d of linattn\.testing\.standard_pairs\(",
         ):
-            testing.assert_variance(feature_map, variance=claim, rng=SEED)
+            testing.assert_variance(feature_map, variance=claim, num_draws=3000, rng=SEED)
 
     @pytest.mark.parametrize("num_draws", [0, -3, 2.5])
     def test_draws_are_checked(self, num_draws):
@@ -581,7 +583,7 @@ class TestEstimates:
                 feature_map,
                 variance=lambda x, y: feature_map.variance(x, y) / 4,
                 relation="at_most",
-                num_draws=4000,
+                num_draws=2000,
                 rng=SEED,
             )
 
@@ -605,7 +607,7 @@ class TestEstimates:
     def test_rows_of_unbiased_samplers(self, sampler):
         testing.assert_gaussian_rows(SAMPLERS[sampler], 6, 4, num_draws=3000, rng=SEED)
 
-    @pytest.mark.parametrize(("num", "dim"), [(1, 64), (16, 64), (64, 64), (8, 4)])
+    @pytest.mark.parametrize(("num", "dim"), [(1, 64), (64, 64), (8, 4)])
     def test_rows_of_a_raw_qr(self, num, dim):
         """Signs that are not fixed: at 64 rows each is off by 5 % of its length, all alike."""
 
@@ -703,8 +705,15 @@ class OwnBroken(Own):
 
 
 class TestCheckFeatureMap:
+    @pytest.fixture(autouse=True)
+    def one_length(self, monkeypatch):
+        """Rows that chance does not decide: all lengths in the first test, one in the others."""
+        monkeypatch.setitem(inspect.unwrap(testing.check_feature_map).__kwdefaults__, "length", 33)
+
     def test_report(self):
-        report = testing.check_feature_map(PositiveFeatures(4, 8, rng=0), num_draws=800, rng=SEED)
+        report = testing.check_feature_map(
+            PositiveFeatures(4, 8, rng=0), num_draws=800, length=LENGTHS, rng=SEED
+        )
         assert report.passed
         assert [row.check for row in report.rows] == [*CHECKS]
         assert {row.result for row in report.rows} == {"passed"}
