@@ -122,6 +122,9 @@ def test_every_planted_defect_has_its_place():
     ]
     texts = {name: (ROOT / name).read_text("utf-8") for name in {d["file"] for d in defects}}
     lost = [d["name"] for d in defects if texts[d["file"]].count(d["old"]) != 1]
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    checks = {d["check"] for d in defects if "check" in d}
+    assert {script.count(f" .venv/bin/{check}") for check in checks} == {1}
     assert len(lists) == 2
     assert not lost
 

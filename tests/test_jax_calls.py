@@ -311,12 +311,9 @@ RUNS: dict[str, Callable[[Any], None]] = {
 
 
 # All are one custom function of JAX: the rows that never look inside are run once.
-INSIDE = {
-    "`jax.jit`": CALLS,
-    **dict.fromkeys(
-        ("`vmap` of `grad`", "`jax.jvp`", "`jax.hessian`"), [*CALLS][1::2] + [*CALLS][4:]
-    ),
-}
+INSIDE = dict.fromkeys(
+    ("`vmap` of `grad`", "`jax.jvp`", "`jax.hessian`"), [*CALLS][1::2] + [*CALLS][4:]
+)
 
 
 @pytest.mark.parametrize(
