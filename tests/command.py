@@ -24,6 +24,13 @@ def call(*arguments, **environment):
     return CliRunner().invoke(app, [str(word) for word in arguments], env={**PLAIN, **environment})
 
 
+def passed(*arguments, **environment):
+    """Call, with exit code 0."""
+    result = call(*arguments, **environment)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def python(*words):
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=60, check=False

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from linattn.cli import attend as files_to_file
 from linattn.cli import cluster
 from linattn.cli import exact as exact_blocks
 from linattn.cli.errors import CommandError
-from tests.command import assert_refused, call
+from tests.command import assert_refused, call, passed
 
 LENGTH, DIM, WIDTH = 300, 8, 4
 FILES = ("q.npy", "k.npy", "v.npy")
@@ -52,16 +53,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def attend(*words, **environment):
-    return call("attend", *words, **environment)
+attend, attended = (partial(run, "attend") for run in (call, passed))
 
 
 class TestResult:
     def test_causal_with_a_mask(self, folder):
         mask = np.random.default_rng(2).random(LENGTH) < 0.8
         np.save("m.npy", mask)
-        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
-        assert result.exit_code == 0, result.output
+        result = attended(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
         assert result.stderr == ""
         line = (
             r"o.npy: 300 tokens by PositiveFeatures in [\d.]+ m?s \([\d,]+ a second\), peak memory "
@@ -75,8 +74,7 @@ class TestResult:
 
     def test_npz_is_mapped(self, folder):
         np.savez("data.npz", **dict(zip(NAMES, arrays(), strict=True)))
-        result = attend("data.npz", "--out", "o.npy", *OPTIONS)
-        assert result.exit_code == 0, result.output
+        attended("data.npz", "--out", "o.npy", *OPTIONS)
         wanted = linattn.linear_attention(*arrays(), PHI)
         np.testing.assert_allclose(np.load("o.npy"), wanted, rtol=1e-4, atol=1e-5)
 
@@ -87,8 +85,7 @@ class TestResult:
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
         words = ("--map", "landmarks", "--num-features", "16", "--window", "8", "--check", "20")
         given = ("data.zarr", *words, "--tolerance", "0.9")
-        result = attend(*given, "--out", "out.zarr")
-        assert result.exit_code == 0, result.output
+        result = attended(*given, "--out", "out.zarr")
         assert "error against exact attention on 20 rows: 0." in result.stdout
         q, k, v = arrays()
         # Fewer rows than a sample has: all are fitted to.
@@ -105,7 +102,7 @@ class TestResult:
         group = zarr.open_group("data.zarr", mode="w")
         for name, array in zip(NAMES, arrays(), strict=True):
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
-        assert attend("data.zarr", "--out", "data.zarr", *OPTIONS).exit_code == 0
+        attended("data.zarr", "--out", "data.zarr", *OPTIONS)
         wanted = linattn.linear_attention(*arrays(), PHI)
         np.testing.assert_allclose(group["output"][:], wanted, rtol=1e-4, atol=1e-5)
 
@@ -114,10 +111,12 @@ class TestResult:
         for number, rows in enumerate((slice(0, 200), slice(200, 300))):
             for name, array in zip(FILES, arrays(), strict=True):
                 np.save(f"{number}{name}", array[:, rows])
-        first = attend(*(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words)
-        assert first.exit_code == 0, first.output
-        rest = attend(*(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words)
-        assert rest.exit_code == 0, rest.output
+        attended(
+            *(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words
+        )
+        attended(
+            *(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words
+        )
         assert linattn.load_state("s.npz", PHI).length == 200
         wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True)
         found = np.concatenate([np.load("a.npy"), np.load("b.npy")], axis=1)
@@ -144,13 +143,12 @@ class TestResult:
         for name, array in zip(FILES, arrays(), strict=True):
             is_empty = empty == name or (empty == "k.npy" and name == "v.npy")
             np.save(name, array[:0] if empty == "heads" else array[:, : 0 if is_empty else None])
-        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--check", "5")
-        assert result.exit_code == 0, result.output
+        result = attended(*FILES, "--out", "o.npy", *OPTIONS, "--check", "5")
         assert "error" not in result.stdout
 
     def test_names_of_compare_and_of_a_module(self, folder):
-        assert attend(*FILES, "--out", "a.npy", *OPTIONS).exit_code == 0
-        assert attend(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+").exit_code == 0
+        attended(*FILES, "--out", "a.npy", *OPTIONS)
+        attended(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+")
         (folder / "maps_to_attend.py").write_text(
             "from linattn.feature_maps import PositiveFeatures\n"
             f"phi = PositiveFeatures({DIM}, num_features=16, rng=0)\n"
@@ -280,7 +278,7 @@ class TestJudged:
         assert not (folder / "o.npy.checkpoint").exists()
 
     def test_keys_of_a_state_are_not_checked(self, folder):
-        assert attend(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz").exit_code == 0
+        attended(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz")
         words = (*FILES, *OPTIONS[:6], "--start-state", "s.npz")
         result = attend(*words, "--out", "o.npy")
         assert result.stdout.endswith("; not checked: the keys of s.npz are in no file\n")
@@ -318,8 +316,7 @@ class TestExact:
         np.save("m.npy", seen)
         words = (*FILES, "--map", "exact", "--block-size", "80", *flag)
         for mask in ([], ["--mask", "m.npy"]):
-            result = attend(*words, "--out", f"o{len(mask)}.npy", *mask)
-            assert result.exit_code == 0, result.output
+            attended(*words, "--out", f"o{len(mask)}.npy", *mask)
             found = np.load(f"o{len(mask)}.npy")
             assert found.dtype == np.dtype(dtype).newbyteorder("=")
             wanted = dense(*given, causal=bool(flag), seen=seen if mask else None)
@@ -376,7 +373,7 @@ class TestNotFinite:
         words = (*FILES, "--out", "o.npy", *OPTIONS, "--mask", "m.npy")
         assert_refused(attend(*words), "k.npy: key must be finite, got nan at [1, 150, 0]")
         np.save("m.npy", seen[::-1])
-        assert attend(*words).exit_code == 0
+        attended(*words)
 
     def test_on_a_cluster(self, folder):
         """Tasks of Dask read the rows: here on its threads."""
@@ -507,7 +504,7 @@ class TestGoingOn:
         monkeypatch.setattr(files_to_file, "run_blocks", run_some_blocks)
 
     def _undisturbed(self, *words):
-        assert attend(*FILES, "--out", "whole.npy", *words).exit_code == 0
+        attended(*FILES, "--out", "whole.npy", *words)
         return np.load("whole.npy").tobytes()
 
     @pytest.mark.parametrize(
@@ -536,15 +533,14 @@ class TestGoingOn:
         assert command[:2] == ["linattn", "attend"]
         seen: list[int] = []
         monkeypatch.setattr("linattn.cli.app._rows_progress", lambda: Recorded(seen))
-        result = call(*command[1:])
-        assert result.exit_code == 0, result.output
+        result = passed(*command[1:])
         assert seen == [280, 300]
         assert np.load("o.npy").tobytes() == wanted
         assert not (folder / "o.npy.checkpoint").exists()
 
     def test_resume_begins_where_nothing_is(self, folder):
         wanted = self._undisturbed(*OPTIONS)
-        assert attend(*FILES, "--out", "o.npy", *OPTIONS, "--resume").exit_code == 0
+        attended(*FILES, "--out", "o.npy", *OPTIONS, "--resume")
         assert np.load("o.npy").tobytes() == wanted
 
     @pytest.mark.parametrize(
@@ -614,7 +610,7 @@ class TestCluster:
         assert line.endswith("--workers 1 --resume")
         result = attend(*words, "--resume")
         assert (result.exit_code, result.stderr) == (0, "")
-        assert attend(*FILES, "--out", "here.npy", *options).exit_code == 0
+        attended(*FILES, "--out", "here.npy", *options)
         np.testing.assert_allclose(np.load("o.npy"), np.load("here.npy"), rtol=1e-4, atol=2e-6)
 
     @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
@@ -625,9 +621,9 @@ class TestCluster:
         )
         linattn.save_state("before.npz", before, PHI)
         words = (*FILES, *OPTIONS, *flag, "--start-state", "before.npz")
-        assert attend(*words, "--out", "a.npy", "--save-state", "a.npz").exit_code == 0
+        attended(*words, "--out", "a.npy", "--save-state", "a.npz")
         words = (*words, "--workers", "1")
-        assert attend(*words, "--out", "b.npy", "--save-state", "b.npz").exit_code == 0
+        attended(*words, "--out", "b.npy", "--save-state", "b.npz")
         here, there = (linattn.load_state(name, PHI) for name in ("a.npz", "b.npz"))
         np.testing.assert_allclose(np.load("b.npy"), np.load("a.npy"), rtol=1e-4, atol=2e-6)
         np.testing.assert_allclose(there.log_decay, before.log_decay, rtol=1e-6)

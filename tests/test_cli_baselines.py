@@ -19,7 +19,7 @@ from linattn.cli import compare, inputs, methods, plots, report, run, tables
 from linattn.cli.method import Sizes, exact_multiplications
 from linattn.cli.published import PUBLISHED
 from tests import command
-from tests.command import assert_refused, call, save
+from tests.command import assert_refused, call, passed, save
 
 LENGTH, KEYS = 96, 24
 
@@ -47,8 +47,7 @@ OPTIONS = ["--num-features", KEYS, "--lengths", "64", "--draws", 1, "--time-budg
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_command(structured, tmp_path, is_causal):
     options = [*OPTIONS, *(["--causal"] if is_causal else [])]
-    result = call("compare", "--baselines", "--input", structured, *options, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = passed("compare", "--baselines", "--input", structured, *options, "--out", tmp_path)
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert (
@@ -80,19 +79,16 @@ def test_the_command(structured, tmp_path, is_causal):
 
 def test_published_attentions_by_name(structured, tmp_path):
     words = ["compare", "--input", structured, *OPTIONS, "--out", tmp_path, "--maps"]
-    result = call(*words, "longformer,landmarks")
-    assert result.exit_code == 0, result.output
+    result = passed(*words, "longformer,landmarks")
     assert "Longformer" in result.stdout
     assert "BigBird" not in result.stdout
     assert "Not measured" not in result.stdout
     assert (tmp_path / "frontier.png").exists()
     record = json.loads((tmp_path / "compare.json").read_text())
-    again = call(*shlex.split(record["command"])[1:-1], tmp_path / "again")
-    assert again.exit_code == 0, again.output
+    passed(*shlex.split(record["command"])[1:-1], tmp_path / "again")
     second = json.loads((tmp_path / "again" / "compare.json").read_text())
     assert [e["heads"] for e in second["errors"]] == [e["heads"] for e in record["errors"]]
-    only = call(*words, "longformer")
-    assert only.exit_code == 0, only.output
+    only = passed(*words, "longformer")
     assert only.stdout.splitlines()[-1].startswith("Verdict: Of published attentions Longformer")
     assert_refused(call(*words, "strided"), "--maps: strided is for causal attention only")
 
@@ -125,8 +121,7 @@ def test_about_so_many_keys_are_met(method, length):
 def test_large_inputs_are_measured_while_there_is_time(structured, tmp_path, monkeypatch):
     words = ["compare", "--baselines", "--input", structured, *OPTIONS, "--out", tmp_path]
     monkeypatch.setattr(run, "MAX_MULTIPLICATIONS", 3e5)
-    result = call(*words)
-    assert result.exit_code == 0, result.output
+    result = passed(*words)
     told = " ".join(result.stdout.split())
     assert "bound: truncated SVD with 24 keys" in told
     assert "too many multiplications, take fewer tokens or heads" in told
@@ -243,8 +238,7 @@ def test_every_method_takes_a_key_bias(biased, method, is_causal):
 def test_the_command_with_a_key_bias(biased, tmp_path):
     path, _ = biased
     options = ["--num-features", "6", "--lengths", "16,40", "--out", tmp_path / "out"]
-    result = call("compare", "--baselines", "--input", path, *options)
-    assert result.exit_code == 0, result.output
+    passed("compare", "--baselines", "--input", path, *options)
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert record["input"]["key_bias"] is True
     assert set(record["left_out"].values()) == {"is for causal attention only", "takes no key_bias"}

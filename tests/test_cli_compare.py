@@ -28,7 +28,7 @@ from linattn.cli import (
     tables,
     timing,
 )
-from tests.command import SMALL, assert_refused, call, row, save
+from tests.command import SMALL, assert_refused, call, passed, row, save
 
 
 @pytest.fixture
@@ -48,8 +48,7 @@ EXACT = row("exact", 0.0, kind="reference")
 class TestCompare:
     def test_sample(self, tmp_path):
         out = tmp_path / "out"
-        result = call("compare", "--maps", "favor+,elu+1", *SMALL, "--out", out)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--maps", "favor+,elu+1", *SMALL, "--out", out)
         assert result.stderr == ""
         lines = result.stdout.splitlines()
         tables_end = next(i for i, line in enumerate(lines) if line.startswith("Crossover"))
@@ -97,8 +96,7 @@ class TestCompare:
         else:
             files = ["mine.npz"]
             np.savez_compressed("mine.npz", **arrays)
-        result = call("compare", *files, "--maps", "relu", *SMALL, "--out", "out")
-        assert result.exit_code == 0, result.output
+        result = passed("compare", *files, "--maps", "relu", *SMALL, "--out", "out")
         assert result.stdout.startswith(f"Input: {' '.join(files)}\n")
         assert re.search(r"^Verdict: [A-Z].*\.$", result.stdout, re.MULTILINE)
         record = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -112,15 +110,15 @@ class TestCompare:
         first, second = tmp_path / "a b", tmp_path / "second"
         options = ["--input", file, "--causal", "--seed", 7, "--max-heads", 2, *SMALL]
         options += ["--maps", "favor+,elu+1"]
-        assert call("compare", *options, "--out", first).exit_code == 0
+        passed("compare", *options, "--out", first)
         record = json.loads((first / "compare.json").read_text())
         words = shlex.split(record["command"])
         assert words[0] == "linattn"
         assert words[-1] == str(first)
-        assert call(*words[1:-1], second).exit_code == 0
+        passed(*words[1:-1], second)
         again = json.loads((second / "compare.json").read_text())
         assert [e["heads"] for e in again["errors"]] == [e["heads"] for e in record["errors"]]
-        assert call("compare", *options, "--seed", 8, "--out", second).exit_code == 0
+        passed("compare", *options, "--seed", 8, "--out", second)
         other = json.loads((second / "compare.json").read_text())
         assert other["errors"][0]["heads"] != record["errors"][0]["heads"]
 
@@ -187,8 +185,7 @@ class TestCompare:
         words = ["--maps", "relu" if change == "no map" else "landmarks", "--num-features", "16"]
         words += ["--lengths", "64", "--max-tokens", "100", "--max-heads", "2"]
         words += ["--time-budget", "0" if change == "no time" else "9", "--out", tmp_path]
-        result = call("compare", path, *words)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", path, *words)
         verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
         sentence = verdict["sentence"]
         assert f"Verdict: {sentence}" == result.stdout.splitlines()[-1]
@@ -222,8 +219,7 @@ class TestCompare:
 
         monkeypatch.setattr(sweep, "fastest", note)
         words = ["--maps", "relu", "--lengths", "60,120,240", "--out", tmp_path]
-        result = call("compare", path, *words)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", path, *words)
         wanted = {(round(n * lengths[0] / lengths[1]), n) for n in (60, 120, 240)}
         assert set(timed) == wanted
         record = json.loads((tmp_path / "compare.json").read_text())["lengths"]
@@ -261,7 +257,7 @@ class TestCompare:
         heads = []
         for maps, columns in (("favor+", "16"), ("hyperbolic,favor+", "8,16")):
             options = ["--maps", maps, "--num-features", columns, "--lengths", "8"]
-            assert call("compare", "--input", file, *options, "--out", tmp_path).exit_code == 0
+            passed("compare", "--input", file, *options, "--out", tmp_path)
             record = json.loads((tmp_path / "compare.json").read_text())
             heads += [
                 entry["heads"]
@@ -276,8 +272,7 @@ class TestCompare:
         query, key, value = rng.standard_normal((3, 2, 64, 16), np.float32)
         path = save(tmp_path / "in.npz", query=query, key=key, value=value)
         options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path]
-        result = call("compare", "--input", path, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", path, *options)
         verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
         assert verdict["use"] == "exact"
         assert not verdict["good_enough"]
@@ -307,8 +302,7 @@ class TestCompare:
     def test_inputs_on_which_any_map_would_do(self, tmp_path, change, reason):
         path = save(tmp_path / "in.npz", **change)
         options = ["--maps", "favor+", "--num-features", "16", "--lengths", "8", "--out", tmp_path]
-        result = call("compare", "--input", path, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", path, *options)
         assert result.stdout.splitlines()[-1].startswith(f"Verdict: none: {reason}")
         verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
         assert (verdict["best"], verdict["use"], verdict["good_enough"]) == (None, "", False)
@@ -328,8 +322,7 @@ class TestCompare:
         query, key, value = rng.standard_normal((3, 40, 4, 8), np.float32)
         options = ["--maps", "relu,elu+1", "--lengths", "8", "--out", tmp_path]
         path = save(tmp_path / "in.npz", query=query, key=key, value=value)
-        result = call("compare", "--input", path, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", path, *options)
         question = (
             "query (40, 4, 8) is read as 40 heads of 4 tokens; did you mean 40 tokens of 4 heads? "
             "Then save numpy.swapaxes(x, -3, -2) of each array"
@@ -351,8 +344,7 @@ class TestCompare:
         monkeypatch.setattr(linattn.feature_maps.LandmarkFeatures, "fit", refuse)
         path = save(tmp_path / "in.npz")
         options = ["--num-features", "16", "--lengths", "8", "--out", tmp_path / "out"]
-        result = call("compare", "--input", path, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", path, *options)
         text = " ".join(result.stdout.split())
         assert "Failed: landmarks with 16 columns" in text
         errors = json.loads((tmp_path / "out" / "compare.json").read_text())["errors"]
@@ -376,8 +368,7 @@ class TestCompare:
 
     def test_nothing_is_cut_off(self, file, tmp_path):
         options = ["--num-features", "8", "--lengths", "8", "--out", tmp_path]
-        result = call("compare", "--input", file, *options, COLUMNS="60")
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", file, *options, COLUMNS="60")
         assert "…" not in result.stdout
         for word in ("memory", "calibrated, window 32", "exact / map"):
             assert word in result.stdout
@@ -393,14 +384,12 @@ class TestCompare:
 
         monkeypatch.setattr(linattn, "linear_attention", limited)
         options = ["--maps", "elu+1", "--lengths", "64,128", "--out", tmp_path]
-        result = call("compare", "--input", file, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", file, *options)
         assert "Left out: elu + 1 at 128 tokens fails: MemoryError." in result.stdout
 
     def test_points_beyond_the_budget_are_named(self, file, tmp_path):
         options = ["--maps", "elu+1", "--lengths", "32,4096", "--time-budget", "0"]
-        result = call("compare", "--input", file, *options, "--out", tmp_path)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", file, *options, "--out", tmp_path)
         text = " ".join(result.stdout.split())
         assert "Crossover: not reached; no length was measured with both." in text
         left_out = text[text.index("Left out, beyond the time budget of 0 s: ") :]
@@ -427,8 +416,7 @@ class TestCompare:
     def test_brackets_in_a_path_are_printed_as_they_are(self, file, tmp_path):
         out = tmp_path / "[bold]x[/bold]"
         options = ["--maps", "relu", "--lengths", "8", "--out", out]
-        result = call("compare", "--input", file, *options)
-        assert result.exit_code == 0, result.output
+        result = passed("compare", "--input", file, *options)
         assert "[bold]x[/bold]" in result.stdout
 
 
