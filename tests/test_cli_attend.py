@@ -111,12 +111,8 @@ class TestResult:
         for number, rows in enumerate((slice(0, 200), slice(200, 300))):
             for name, array in zip(FILES, arrays(), strict=True):
                 np.save(f"{number}{name}", array[:, rows])
-        attended(
-            *(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words
-        )
-        attended(
-            *(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words
-        )
+        attended(*(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words)
+        attended(*(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words)
         assert linattn.load_state("s.npz", PHI).length == 200
         wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True)
         found = np.concatenate([np.load("a.npy"), np.load("b.npy")], axis=1)

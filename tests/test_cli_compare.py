@@ -10,6 +10,7 @@ import tracemalloc
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,9 @@ class TestCompare:
     def test_files_of_every_kind_that_attend_takes(self, tmp_path, monkeypatch, kind):
         monkeypatch.chdir(tmp_path)
         rng = np.random.default_rng(5)
-        arrays = {name: rng.standard_normal((2, 20, 8), np.float32) for name in inputs.NAMES}
+        arrays: dict[str, Any] = {
+            name: rng.standard_normal((2, 20, 8), np.float32) for name in inputs.NAMES
+        }
         if kind == "npy":
             files = [f"{name}.npy" for name in arrays]
             for file, array in zip(files, arrays.values(), strict=True):

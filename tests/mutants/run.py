@@ -73,7 +73,7 @@ class Tree:
 def line_of_ci(beginning: str) -> str:
     """Return the one command of `.ci/run` that begins like this."""
     text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    commands = re.findall(r"(?<!\S)\.venv/bin/(.+)", text)
+    commands: list[str] = re.findall(r"(?<!\S)\.venv/bin/(.+)", text)
     found = [command for command in commands if command.startswith(beginning)]
     if len(found) != 1:
         raise SystemExit(f".ci/run has {len(found)} commands that begin with {beginning!r}")
