@@ -311,9 +311,7 @@ RUNS: dict[str, Callable[[Any], None]] = {
 
 
 # All are one custom function of JAX: the rows that never look inside are run once.
-INSIDE = dict.fromkeys(
-    ("`vmap` of `grad`", "`jax.jvp`", "`jax.hessian`"), [*CALLS][1::2] + [*CALLS][4:]
-)
+INSIDE = dict.fromkeys(("`jax.jvp`", "`jax.hessian`"), [*CALLS][1::2] + [*CALLS][4:])
 
 
 @pytest.mark.parametrize(
