@@ -13,6 +13,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 
 from typer.testing import CliRunner
 
+from linattn.cli import compare
 from linattn.cli.app import app
 
 PLAIN = {"COLUMNS": "80", "FORCE_COLOR": None, "TTY_COMPATIBLE": None, "NO_COLOR": "1"}
@@ -21,6 +22,13 @@ SMALL = ["--num-features", "16", "--lengths", "64,128", "--time-budget", "2"]
 
 def call(*arguments, **environment):
     return CliRunner().invoke(app, [str(word) for word in arguments], env={**PLAIN, **environment})
+
+
+def passed(*arguments, **environment):
+    """Call, with exit code 0."""
+    result = call(*arguments, **environment)
+    assert result.exit_code == 0, result.output
+    return result
 
 
 def python(*words):
@@ -37,6 +45,16 @@ def save(path, **arrays):
     present: dict[str, Any] = {name: a for name, a in content.items() if a is not None}
     np.savez(path, **present)
     return path
+
+
+def row(method, median, cost=1.0, *, kind="map", num_features=None, **more):
+    """Make a row of `linattn compare`."""
+    given = {"held_out": False, "exact_share": 0.0, "setup_seconds": 0, "seconds": 1, **more}
+    return compare.Row(
+        method=method, label=method.upper(), num_features=num_features, kind=kind, cost=cost,
+        failure="", median=median, percentile_90=median, heads=((median,),), calls=1, peak_bytes=1,
+        **given,
+    )  # fmt: skip
 
 
 def assert_refused(result, text):

@@ -25,6 +25,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -97,9 +98,15 @@ SUBSETS = {
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave other test files unread where only a subset is wanted."""
-    subset = SUBSETS.get(config.option.markexpr)
-    is_test = collection_path.name.startswith("test_")
-    return True if is_test and subset is not None and collection_path.name not in subset else None
+    wanted, name = config.option.markexpr, collection_path.name
+    if not name.startswith("test_") or not name.endswith(".py"):
+        return None
+    if wanted == "frameworks":
+        text = collection_path.read_text(encoding="utf-8")
+        is_in = re.search(r"\b(xp|frameworks)\b", text) is not None
+    else:
+        is_in = wanted not in SUBSETS or name in SUBSETS[wanted]
+    return None if is_in else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,15 +118,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.name in QUICK_FILES and not {"torch", "jax", "dask"} & _libraries(item):
             item.add_marker("quick")
-    if "fuzz" not in config.option.markexpr:
-        fuzz = [item for item in items if item.get_closest_marker("fuzz")]
-        config.hook.pytest_deselected(items=fuzz)
-        items[:] = [item for item in items if item not in fuzz]
-    if PROFILE == "fresh":
-        return
-    slow = [item for item in items if _on_jax(item) and _is_left_out(item)]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    fuzz = {item for item in items if item.get_closest_marker("fuzz")}
+    unread = {item.path.name for item in fuzz} - SUBSETS["fuzz"]
+    assert not unread, f"SUBSETS must have each file with a fuzz mark, got none of {unread}"
+    slow = {item for item in items if _on_jax(item) and _is_left_out(item)}
+    left_out = (set() if "fuzz" in config.option.markexpr else fuzz) | (
+        set() if PROFILE == "fresh" else slow
+    )
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _on_jax(item: pytest.Item) -> bool:

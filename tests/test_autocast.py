@@ -182,47 +182,6 @@ def test_float64_among_narrower_inputs_is_an_error():
         linear(query, key, value.double(), PHI)
 
 
-@every_dtype
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_values_of_mean_ten_are_averaged_to_the_rounding_of_the_output(dtype, is_causal):
-    inputs = tensors()
-    with torch.autocast("cpu", dtype=dtype):
-        got = linear(*inputs, PHI, is_causal=is_causal).double()
-    exact = [array.to(dtype).double().numpy() for array in inputs]
-    want = lib.reference.kernel_attention(*exact, PHI, is_causal=is_causal)
-    eps = torch.finfo(dtype).eps
-    np.testing.assert_allclose(got.numpy(), want, rtol=0.51 * eps, atol=0)
-
-
-@every_dtype
-def test_chunk_sizes_agree(dtype):
-    with torch.autocast("cpu", dtype=dtype):
-        results = [
-            linear(*tensors(), PHI, is_causal=True, chunk_size=size, return_state=True)
-            for size in (1, 7, LENGTH)
-        ]
-    (_, first), *others = results
-    for _, state in others:
-        np.testing.assert_allclose(state.kvz.numpy(), first.kvz.numpy(), rtol=1e-5, atol=1e-5)
-
-
-def test_states_are_float32_in_deed():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        state = linear(*tensors(), PHI, return_state=True)[1]
-    assert state.kvz.dtype == torch.float32
-    assert (state.kvz != state.kvz.bfloat16().float()).any()
-
-
-@pytest.mark.parametrize("name", ["states", "decoding"])
-def test_a_stream_goes_on_inside_and_outside_the_context(name):
-    narrow = [array.bfloat16() for array in tensors()]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = CALLS[name](*narrow)
-        with torch.autocast("cpu", enabled=False):
-            nested = CALLS[name](*narrow)
-    same(inside, nested)
-
-
 def test_a_nested_context_that_is_off_casts_nothing():
     inputs = tensors()
     off = torch.autocast("cpu", enabled=False)
@@ -566,11 +525,10 @@ def base() -> Any:
     return importlib.import_module("linattn.baselines")
 
 
-@every_dtype
 @pytest.mark.parametrize("name", BASELINES)
-def test_baselines_are_those_of_inputs_that_were_cast_before(name, dtype):
+def test_baselines_are_those_of_inputs_that_were_cast_before(name):
     inputs = tensors()
-    narrow = [array.to(dtype) for array in inputs]
-    with torch.autocast("cpu", dtype=dtype):
+    narrow = [array.bfloat16() for array in inputs]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         got = BASELINES[name](*inputs[:2], narrow[2])
     same(got, BASELINES[name](*narrow))

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
-import linattn
 from linattn import baselines
 from tests.attentions import assert_at_most
 
@@ -154,11 +153,6 @@ def test_random_blocks(xp, arrays):
     check(xp, baselines.bigbird, arrays, expected, **options)
 
 
-def test_a_window_is_that_of_exact_attention(arrays):
-    expected = linattn.softmax_attention(*arrays, local_window_size=4)
-    assert_allclose(baselines.local_window(*arrays, window_size=4), expected, atol=1e-12)
-
-
 # Projections and landmarks ----------------------------------------------------------------------
 
 
@@ -212,15 +206,6 @@ def test_nystromformer(xp, arrays, iterations):
         expected[h] = first @ Z @ last @ v[h]
     options = {"num_landmarks": m, "num_iterations": iterations}
     check(xp, baselines.nystromformer, arrays, expected, **options)
-
-
-def test_nystromformer_with_a_landmark_for_each_token_is_exact(arrays):
-    """The inverse is exact in the end: Q A^-1 K = A, with each token its own landmark."""
-    query, key, value = (x[:, :6] for x in arrays)
-    options = {"num_landmarks": 6, "num_iterations": 60}
-    exact = linattn.softmax_attention(query, key, value)
-    out = baselines.nystromformer(query, key, value, **options)
-    assert_allclose(out, exact, atol=1e-8)
 
 
 # Synthesizers -----------------------------------------------------------------------------------
@@ -304,12 +289,6 @@ def test_attention_free(xp, arrays, kind, is_causal):
         "simple": (baselines.aft_simple, {}),
     }[kind]
     check(xp, call, (q, k, v), expected, is_causal=is_causal, **options)
-
-
-def test_large_keys_leave_the_range_of_no_channel():
-    x = np.array([[800.0, -800.0], [790.0, -810.0], [-900.0, 900.0]])
-    out = baselines.aft_simple(np.zeros((3, 2)), x, np.eye(3, 2))
-    assert_array_equal(np.isfinite(out), True)
 
 
 # Memories ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn import baselines
-from tests.attentions import assert_at_most
 
 L, D, E = 24, 5, 4
 TOLERANCE = 1e-10
@@ -120,21 +119,6 @@ def test_improved_clustered(xp, arrays, num_keys):
     check(xp, baselines.improved_clustered, arrays, expected, **options)
 
 
-def test_improved_clusters_are_nearer(arrays):
-    """The theorem of the paper: the sum of differences of a row does not grow."""
-    q, k, _ = arrays
-    indicators = np.broadcast_to(np.eye(L), (2, L, L))
-    truth = linattn.softmax_attention(q, k, indicators)
-    sums = [
-        np.abs(call(q, k, indicators, num_clusters=4, rng=1, **options) - truth).sum(axis=-1)
-        for call, options in (
-            (baselines.clustered, {}),
-            (baselines.improved_clustered, {"num_keys": 6}),
-        )
-    ]
-    assert_at_most(sums[1], sums[0] + 1e-12)
-
-
 # Hashing ----------------------------------------------------------------------------------------
 
 
@@ -170,16 +154,6 @@ def test_reformer(xp, arrays, is_causal, is_shared, chunk_size):
     options = {"num_buckets": 4, "num_rounds": 3, "chunk_size": chunk_size, "rng": 6}
     given = (q, None if is_shared else k, v)
     check(xp, baselines.reformer, given, expected, is_causal=is_causal, **options)
-
-
-def test_one_chunk_and_two_buckets_of_many_rounds_see_nearly_all(arrays):
-    q, _, v = arrays
-    exact = linattn.softmax_attention(q, q / np.linalg.norm(q, axis=-1, keepdims=True), v)
-    few, many = (
-        baselines.reformer(q, None, v, num_buckets=2, num_rounds=r, chunk_size=L, rng=0)
-        for r in (1, 60)
-    )
-    assert np.linalg.norm(many - exact) < 0.5 * np.linalg.norm(few - exact)
 
 
 # Routing ----------------------------------------------------------------------------------------
@@ -228,11 +202,6 @@ def test_routing(xp, arrays, is_causal, size):
             expected[h, i] = np.mean(outputs, axis=0) if outputs else 0
     options = {"num_clusters": 5, "cluster_size": size, "num_steps": 3, "rng": 2}
     check(xp, baselines.routing, arrays, expected, is_causal=is_causal, **options)
-
-
-def test_one_cluster_of_all_is_exact(arrays):
-    exact = linattn.softmax_attention(*arrays)
-    assert_allclose(baselines.routing(*arrays, num_clusters=1, rng=0), exact, atol=1e-12)
 
 
 # Thinning ---------------------------------------------------------------------------------------
@@ -290,12 +259,6 @@ def test_wildcat_stays_within_the_values():
         assert_array_equal((least <= out) & (out <= most), True)
         ends += np.sum((out == least) | (out == most))
     assert ends > 0
-
-
-def test_wildcat_with_every_key_is_exact(arrays):
-    exact = linattn.softmax_attention(*arrays)
-    out = baselines.wildcat(*arrays, num_keys=L, temperature=1.0, rng=0)
-    assert_allclose(out, exact, atol=1e-7)
 
 
 def test_wildcat_with_keys_that_repeat_is_exact(arrays):

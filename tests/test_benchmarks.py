@@ -184,14 +184,6 @@ def test_work_is_what_torch_counts_in_the_same_recipe(is_causal):
     assert counter.get_total_flops() == wanted
 
 
-def test_work_of_the_default_sizes_is_the_documented_one():
-    assert work("favor", Sizes(), is_causal=False) == (132_096, 512)
-    assert work("favor", Sizes(), is_causal=True) == (152_640, 512)
-    assert work("elu", Sizes(), is_causal=False) == (16_640, 128)
-    seconds = limit_seconds("favor", Sizes(), 10, is_causal=False, sgemm=1e9, exp=1e6)
-    assert seconds == pytest.approx(80 * (132_096e-9 + 512e-6))
-
-
 def test_every_peer_begins_a_round_in_turn():
     firsts = []
     for turn in range(6):

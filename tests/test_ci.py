@@ -82,6 +82,18 @@ def test_every_call_can_fail_it(checkout):
         assert call in output or call.endswith("/oldest-versions test"), call
 
 
+def test_another_python_is_tried_where_the_newest_cannot_be_had(checkout):
+    def tried():
+        code, calls, _ = run(checkout)
+        assert code == 0
+        pythons = {"newest": "chroot NEW", "between": ".venv-between/bin/python -m pytest"}
+        return [name for name in pythons if any(pythons[name] in call for call in calls)]
+
+    assert tried() == ["newest"]
+    (checkout / ".ci" / "newest-python").write_text("#!/bin/bash\nexit 3\n", encoding="utf-8")
+    assert tried() == ["between"]
+
+
 def test_it_runs_what_contributors_are_told_to_run(checkout):
     _, calls, _ = run(checkout)
     commands = [call.partition("bin/")[2] for call in calls]
@@ -110,6 +122,9 @@ def test_every_planted_defect_has_its_place():
     ]
     texts = {name: (ROOT / name).read_text("utf-8") for name in {d["file"] for d in defects}}
     lost = [d["name"] for d in defects if texts[d["file"]].count(d["old"]) != 1]
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    checks = {d["check"] for d in defects if "check" in d}
+    assert {script.count(f" .venv/bin/{check}") for check in checks} == {1}
     assert len(lists) == 2
     assert not lost
 

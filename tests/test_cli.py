@@ -30,7 +30,7 @@ from linattn.cli import (
 )
 from linattn.cli import text as texts
 from linattn_cupy import hardware
-from tests.command import SMALL, assert_refused, call, python, save
+from tests.command import SMALL, assert_refused, call, passed, python, save
 
 
 @pytest.fixture
@@ -49,32 +49,11 @@ def _corrupt(path):
     path.write_bytes(content)
 
 
-def _pickled(path):
-    save(path, query=np.array([{"a": 1}], dtype=object))
-
-
 BAD_FILES = {
-    "missing file": (lambda path: None, "cannot be opened: No such file"),
-    "folder": (lambda path: path.mkdir(), "cannot be opened: Is a directory"),
     "empty": (lambda path: path.write_bytes(b""), "want an .npz file"),
-    "text": (lambda path: path.write_text("hello\nworld"), "want an .npz file"),
-    "half a zip": (
-        lambda path: path.write_bytes(save(path).read_bytes()[:700]),
-        "want an .npz file of NumPy arrays (numpy.savez), got one that is cut off or damaged",
-    ),
     "corrupt": (_corrupt, "query cannot be read"),
-    "pickled": (_pickled, "query cannot be read: it holds Python objects"),
-    "no arrays": (lambda path: np.savez(path), "missing: query, key, value; found: nothing"),
-    "missing array": (lambda path: save(path, key=None), "missing: key; found: query, value"),
-    "integers": (lambda path: save(path, key=np.ones((20, 8), int)), "key: want float16, float32"),
-    "complex": (lambda path: save(path, key=np.ones((20, 8), complex)), "got complex128"),
-    "one axis": (lambda path: save(path, query=np.ones(8)), "(..., length, dim), got (8,)"),
     "no heads": (lambda path: save(path, query=np.ones((0, 20, 8))), "at least one head"),
     "no tokens": (lambda path: save(path, value=np.ones((0, 8))), "at least one head, one token"),
-    "dims differ": (lambda path: save(path, query=np.ones((20, 4))), "query and key of one dim"),
-    "lengths": (lambda path: save(path, value=np.ones((21, 4))), "key and value of one length"),
-    "heads": (lambda path: save(path, value=np.ones((5, 20, 4))), "axes that broadcast"),
-    "nan": (lambda path: save(path, value=np.full((20, 4), np.nan)), "got 80 NaN or infinite"),
     "inf": (lambda path: save(path, query=np.full((20, 8), np.inf)), "query: want finite numbers"),
     "overflow": (
         lambda path: save(path, query=np.full((20, 8), 1e200), key=np.full((20, 8), 1e200)),
@@ -96,11 +75,6 @@ class TestErrors:
         assert_refused(result, text)
         assert "bad.npz" in result.stderr
         assert not (out / "compare.json").exists()
-
-    def test_single_array(self, tmp_path):
-        np.save(tmp_path / "one.npy", np.ones((4, 4)))
-        result = call("compare", "--input", tmp_path / "one.npy", "--out", tmp_path)
-        assert_refused(result, "want three .npy files, or one .npz file or .zarr store with query")
 
     @pytest.mark.parametrize(
         ("options", "text"),
@@ -278,8 +252,7 @@ class TestReport:
         victim.write_text("mine")
         for name in report.FILES:
             (out / f".{name}.{os.getpid()}").symlink_to(victim)
-        result = call("compare", "--input", file, "--maps", "relu", *SMALL, "--out", out)
-        assert result.exit_code == 0, result.output
+        passed("compare", "--input", file, "--maps", "relu", *SMALL, "--out", out)
         assert victim.read_text() == "mine"
 
     @pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
@@ -297,21 +270,6 @@ class TestReport:
         assert_refused(result, f"time.png: cannot be written: {wanted}; name a regular file")
         assert not victim.exists()
         assert list(out.iterdir()) == [target]
-
-    @pytest.mark.parametrize("mode", [0o600, 0o664])
-    def test_permissions_are_kept(self, tmp_path, mode):
-        """Whether they are less than a new file has, or more."""
-        path = tmp_path / "compare.json"
-        umask = os.umask(0o022)
-        try:
-            report.write(path, b"new")
-            assert path.stat().st_mode & 0o777 == 0o644
-            path.chmod(mode)
-            report.write(path, b"newer")
-        finally:
-            os.umask(umask)
-        assert path.stat().st_mode & 0o777 == mode
-        assert path.read_bytes() == b"newer"
 
 
 TILE = "cuTile kernels never run on hardware, not used"

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from linattn.cli import attend as files_to_file
 from linattn.cli import cluster
 from linattn.cli import exact as exact_blocks
 from linattn.cli.errors import CommandError
-from tests.command import assert_refused, call
+from tests.command import assert_refused, call, passed
 
 LENGTH, DIM, WIDTH = 300, 8, 4
 FILES = ("q.npy", "k.npy", "v.npy")
@@ -52,16 +53,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def attend(*words, **environment):
-    return call("attend", *words, **environment)
+attend, attended = (partial(run, "attend") for run in (call, passed))
 
 
 class TestResult:
     def test_causal_with_a_mask(self, folder):
         mask = np.random.default_rng(2).random(LENGTH) < 0.8
         np.save("m.npy", mask)
-        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
-        assert result.exit_code == 0, result.output
+        result = attended(*FILES, "--out", "o.npy", *OPTIONS, "--causal", "--mask", "m.npy")
         assert result.stderr == ""
         line = (
             r"o.npy: 300 tokens by PositiveFeatures in [\d.]+ m?s \([\d,]+ a second\), peak memory "
@@ -75,8 +74,7 @@ class TestResult:
 
     def test_npz_is_mapped(self, folder):
         np.savez("data.npz", **dict(zip(NAMES, arrays(), strict=True)))
-        result = attend("data.npz", "--out", "o.npy", *OPTIONS)
-        assert result.exit_code == 0, result.output
+        attended("data.npz", "--out", "o.npy", *OPTIONS)
         wanted = linattn.linear_attention(*arrays(), PHI)
         np.testing.assert_allclose(np.load("o.npy"), wanted, rtol=1e-4, atol=1e-5)
 
@@ -87,8 +85,7 @@ class TestResult:
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
         words = ("--map", "landmarks", "--num-features", "16", "--window", "8", "--check", "20")
         given = ("data.zarr", *words, "--tolerance", "0.9")
-        result = attend(*given, "--out", "out.zarr")
-        assert result.exit_code == 0, result.output
+        result = attended(*given, "--out", "out.zarr")
         assert "error against exact attention on 20 rows: 0." in result.stdout
         q, k, v = arrays()
         # Fewer rows than a sample has: all are fitted to.
@@ -105,7 +102,7 @@ class TestResult:
         group = zarr.open_group("data.zarr", mode="w")
         for name, array in zip(NAMES, arrays(), strict=True):
             group.create_array(name, data=array, chunks=(1, 64, array.shape[-1]))
-        assert attend("data.zarr", "--out", "data.zarr", *OPTIONS).exit_code == 0
+        attended("data.zarr", "--out", "data.zarr", *OPTIONS)
         wanted = linattn.linear_attention(*arrays(), PHI)
         np.testing.assert_allclose(group["output"][:], wanted, rtol=1e-4, atol=1e-5)
 
@@ -114,10 +111,8 @@ class TestResult:
         for number, rows in enumerate((slice(0, 200), slice(200, 300))):
             for name, array in zip(FILES, arrays(), strict=True):
                 np.save(f"{number}{name}", array[:, rows])
-        first = attend(*(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words)
-        assert first.exit_code == 0, first.output
-        rest = attend(*(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words)
-        assert rest.exit_code == 0, rest.output
+        attended(*(f"0{n}" for n in FILES), "--out", "a.npy", "--save-state", "s.npz", *words)
+        attended(*(f"1{n}" for n in FILES), "--out", "b.npy", "--start-state", "s.npz", *words)
         assert linattn.load_state("s.npz", PHI).length == 200
         wanted = linattn.linear_attention(*arrays(), PHI, is_causal=True)
         found = np.concatenate([np.load("a.npy"), np.load("b.npy")], axis=1)
@@ -144,13 +139,12 @@ class TestResult:
         for name, array in zip(FILES, arrays(), strict=True):
             is_empty = empty == name or (empty == "k.npy" and name == "v.npy")
             np.save(name, array[:0] if empty == "heads" else array[:, : 0 if is_empty else None])
-        result = attend(*FILES, "--out", "o.npy", *OPTIONS, "--check", "5")
-        assert result.exit_code == 0, result.output
+        result = attended(*FILES, "--out", "o.npy", *OPTIONS, "--check", "5")
         assert "error" not in result.stdout
 
     def test_names_of_compare_and_of_a_module(self, folder):
-        assert attend(*FILES, "--out", "a.npy", *OPTIONS).exit_code == 0
-        assert attend(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+").exit_code == 0
+        attended(*FILES, "--out", "a.npy", *OPTIONS)
+        attended(*FILES, "--out", "b.npy", *OPTIONS, "--map", "favor+")
         (folder / "maps_to_attend.py").write_text(
             "from linattn.feature_maps import PositiveFeatures\n"
             f"phi = PositiveFeatures({DIM}, num_features=16, rng=0)\n"
@@ -280,7 +274,7 @@ class TestJudged:
         assert not (folder / "o.npy.checkpoint").exists()
 
     def test_keys_of_a_state_are_not_checked(self, folder):
-        assert attend(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz").exit_code == 0
+        attended(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz")
         words = (*FILES, *OPTIONS[:6], "--start-state", "s.npz")
         result = attend(*words, "--out", "o.npy")
         assert result.stdout.endswith("; not checked: the keys of s.npz are in no file\n")
@@ -318,8 +312,7 @@ class TestExact:
         np.save("m.npy", seen)
         words = (*FILES, "--map", "exact", "--block-size", "80", *flag)
         for mask in ([], ["--mask", "m.npy"]):
-            result = attend(*words, "--out", f"o{len(mask)}.npy", *mask)
-            assert result.exit_code == 0, result.output
+            attended(*words, "--out", f"o{len(mask)}.npy", *mask)
             found = np.load(f"o{len(mask)}.npy")
             assert found.dtype == np.dtype(dtype).newbyteorder("=")
             wanted = dense(*given, causal=bool(flag), seen=seen if mask else None)
@@ -376,7 +369,7 @@ class TestNotFinite:
         words = (*FILES, "--out", "o.npy", *OPTIONS, "--mask", "m.npy")
         assert_refused(attend(*words), "k.npy: key must be finite, got nan at [1, 150, 0]")
         np.save("m.npy", seen[::-1])
-        assert attend(*words).exit_code == 0
+        attended(*words)
 
     def test_on_a_cluster(self, folder):
         """Tasks of Dask read the rows: here on its threads."""
@@ -400,35 +393,7 @@ def test_a_name_that_is_near_is_named(folder, name, near):
     assert_refused(result, f", got {name}; did you mean {near}?")
 
 
-@pytest.mark.parametrize("name", ["FAVOR+", "positivefeatures", "Elu+1", "LANDMARKS"])
-def test_names_in_any_case(folder, name):
-    assert attend(*FILES, "--out", "o.npy", "--map", name, *OPTIONS[6:]).exit_code == 0
-
-
-def shorten(name, size):
-    with open(name, "r+b") as file:
-        file.truncate(size)
-
-
 BAD = {
-    "missing": (lambda: os.unlink("k.npy"), [], "k.npy: cannot be opened: No such file"),
-    "short": (lambda: shorten("k.npy", 4000), [], "got one that is cut off or damaged"),
-    "empty": (lambda: shorten("k.npy", 0), [], "k.npy: want an .npy file of an array"),
-    "text": (lambda: Path("k.npy").write_text("hello"), [], "k.npy: want an .npy file of an array"),
-    "pickle": (lambda: np.save("k.npy", np.array([{}])), [], "got Python objects, which are"),
-    "integers": (lambda: np.save("k.npy", np.ones((2, LENGTH, DIM), int)), [], "float16, bfloat16"),
-    "one axis": (lambda: np.save("k.npy", np.ones(9, "f4")), [], "key must have at least 2 axes"),
-    "lengths": (
-        lambda: np.save("v.npy", np.ones((2, 9, 4), "f4")), [], "key and value must have one length"
-    ),
-    "dims": (
-        lambda: np.save("k.npy", np.ones((2, LENGTH, 3), "f4")), [], "query and key must have"
-    ),
-    "mask": (
-        lambda: np.save("m.npy", np.ones(9, bool)), ["--mask", "m.npy"],
-        "key_mask must have a last axis of 300",
-    ),
-    "map": (lambda: None, ["--map", "favour"], "want one of ActivationFeatures"),
     "columns": (lambda: None, ["--num-features", "0"], "--num-features: want a whole number >= 1"),
     "causal landmarks": (lambda: None, ["--map", "landmarks", "--causal"], "is_causal needs a"),
     "window": (lambda: None, ["--map", "relu", "--window", "4"], "exact_window needs a"),
@@ -439,27 +404,12 @@ BAD = {
     "check": (
         lambda: None, ["--start-state", "s.npz", "--check", "3"], "--check: not with --start-state"
     ),
-    "out": (lambda: None, ["--out", "o.npz"], "--out o.npz: want a name that ends in .npy or"),
-    "no folder": (lambda: None, ["--out", "none/o.npy"], "none/o.npy: cannot be opened: No"),
     "save": (
         lambda: None, ["--save-state", "/dev/full"], "--save-state /dev/full: cannot be written"
     ),
-    "block size": (lambda: None, ["--block-size", "0"], "--block-size: want a whole number >= 1"),
     "seed": (lambda: None, ["--seed", "-1"], "--seed: want a whole number >= 0"),
-    "query of one axis": (
-        lambda: np.save("q.npy", np.ones(9, "f4")), [], "q.npy: query must have at least 2 axes"
-    ),
-    "folder": (
-        lambda: (os.unlink("k.npy"), os.mkdir("k.npy")), [], "k.npy: cannot be opened: Is a dir"
-    ),
-    "complex": (
-        lambda: np.save("v.npy", np.ones((2, LENGTH, 4), complex)), [], "v.npy: value must have dt"
-    ),
     "two dtypes": (
         lambda: np.save("v.npy", np.ones((2, LENGTH, 4))), [], "q.npy, v.npy: query and value must"
-    ),
-    "heads": (
-        lambda: np.save("v.npy", np.ones((3, LENGTH, 4), "f4")), [], "k.npy, v.npy: leading axes"
     ),
     "no tokens": (
         lambda: [np.save(n, np.load(n)[:, :0]) for n in FILES], ["--map", "landmarks"],
@@ -469,10 +419,6 @@ BAD = {
         lambda: np.save("m.npy", np.ones((3, LENGTH), bool)), ["--mask", "m.npy"],
         "error: m.npy: key_mask must have shape (300,), or (2, 300) with axes of 1, got (3, 300)",
     ),
-    "mask of numbers": (
-        lambda: np.save("m.npy", np.ones(LENGTH)), ["--mask", "m.npy"], "error: m.npy: key_mask mu"
-    ),
-    "out is an input": (lambda: None, ["--out", "q.npy"], "--out q.npy: is the file of q.npy too"),
     "tolerance": (lambda: None, ["--tolerance", "nan"], "--tolerance: want a number > 0, got nan"),
     "factory": (lambda: None, ["--map", "math:sqrt"], "--map math:sqrt: it raised TypeError"),
     "columns that do not fit": (
@@ -496,37 +442,15 @@ class TestErrors:
         assert_refused(attend(*FILES, *given, *words), text)
         assert sorted(folder.iterdir()) == before
 
-    @pytest.mark.parametrize(
-        ("words", "text"),
-        [
-            (["q.npy"], "want three .npy files, or one .npz file or .zarr store"),
-            (["q.npy", "k.npy"], "want three .npy files"),
-            (["data.npz"], "data.npz: key is compressed, and cannot be read in parts"),
-            (["other.npz"], "other.npz: want arrays query, key, value; missing: key, value"),
-            (["cut.npz"], "cut.npz: want an .npz file of NumPy arrays (numpy.savez), got one"),
-            (["none.npz"], "none.npz: cannot be opened: No such file"),
-            ([*FILES[:2], "data.npz"], "data.npz: want an .npy file"),
-        ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-    )
-    def test_bad_files(self, folder, words, text):
-        q, k, v = arrays()
-        np.savez_compressed("data.npz", key=k, value=v)
-        np.savez("other.npz", query=q)
-        np.savez("half.npz", query=q, key=k, value=v)
-        (folder / "cut.npz").write_bytes((folder / "half.npz").read_bytes()[:5000])
-        if words == ["data.npz"]:
-            # The first that is not there would be named first.
-            np.savez_compressed("data.npz", query=q, key=k, value=v)
-            text = text.replace("key", "query")
-        assert_refused(attend(*words, "--out", "o.npy", *OPTIONS), text)
+    def test_a_compressed_file(self, folder):
+        np.savez_compressed("data.npz", **dict(zip(NAMES, arrays(), strict=True)))
+        result = attend("data.npz", "--out", "o.npy", *OPTIONS)
+        assert_refused(result, "data.npz: query is compressed, and cannot be read in parts")
         assert not (folder / "o.npy").exists()
 
-    def test_bad_stores(self, folder):
+    def test_a_store_without_some_arrays(self, folder):
         zarr = pytest.importorskip("zarr", reason="zarr is not installed")
-        assert_refused(attend("none.zarr", "--out", "o.npy"), "none.zarr: ")
-        group = zarr.open_group("data.zarr", mode="w")
-        group.create_array("key", data=arrays()[1])
+        zarr.open_group("data.zarr", mode="w").create_array("key", data=arrays()[1])
         found = attend("data.zarr", "--out", "o.npy")
         assert_refused(found, "data.zarr: want arrays query, key, value; missing: query, value")
 
@@ -576,7 +500,7 @@ class TestGoingOn:
         monkeypatch.setattr(files_to_file, "run_blocks", run_some_blocks)
 
     def _undisturbed(self, *words):
-        assert attend(*FILES, "--out", "whole.npy", *words).exit_code == 0
+        attended(*FILES, "--out", "whole.npy", *words)
         return np.load("whole.npy").tobytes()
 
     @pytest.mark.parametrize(
@@ -605,15 +529,14 @@ class TestGoingOn:
         assert command[:2] == ["linattn", "attend"]
         seen: list[int] = []
         monkeypatch.setattr("linattn.cli.app._rows_progress", lambda: Recorded(seen))
-        result = call(*command[1:])
-        assert result.exit_code == 0, result.output
+        result = passed(*command[1:])
         assert seen == [280, 300]
         assert np.load("o.npy").tobytes() == wanted
         assert not (folder / "o.npy.checkpoint").exists()
 
     def test_resume_begins_where_nothing_is(self, folder):
         wanted = self._undisturbed(*OPTIONS)
-        assert attend(*FILES, "--out", "o.npy", *OPTIONS, "--resume").exit_code == 0
+        attended(*FILES, "--out", "o.npy", *OPTIONS, "--resume")
         assert np.load("o.npy").tobytes() == wanted
 
     @pytest.mark.parametrize(
@@ -683,7 +606,7 @@ class TestCluster:
         assert line.endswith("--workers 1 --resume")
         result = attend(*words, "--resume")
         assert (result.exit_code, result.stderr) == (0, "")
-        assert attend(*FILES, "--out", "here.npy", *options).exit_code == 0
+        attended(*FILES, "--out", "here.npy", *options)
         np.testing.assert_allclose(np.load("o.npy"), np.load("here.npy"), rtol=1e-4, atol=2e-6)
 
     @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
@@ -694,9 +617,9 @@ class TestCluster:
         )
         linattn.save_state("before.npz", before, PHI)
         words = (*FILES, *OPTIONS, *flag, "--start-state", "before.npz")
-        assert attend(*words, "--out", "a.npy", "--save-state", "a.npz").exit_code == 0
+        attended(*words, "--out", "a.npy", "--save-state", "a.npz")
         words = (*words, "--workers", "1")
-        assert attend(*words, "--out", "b.npy", "--save-state", "b.npz").exit_code == 0
+        attended(*words, "--out", "b.npy", "--save-state", "b.npz")
         here, there = (linattn.load_state(name, PHI) for name in ("a.npz", "b.npz"))
         np.testing.assert_allclose(np.load("b.npy"), np.load("a.npy"), rtol=1e-4, atol=2e-6)
         np.testing.assert_allclose(there.log_decay, before.log_decay, rtol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,34 +18,16 @@ from linattn import reference
 from linattn.cli import compare, inputs, methods, plots, report, run, tables
 from linattn.cli.method import Sizes, exact_multiplications
 from linattn.cli.published import PUBLISHED
-from tests.command import assert_refused, call, save
+from tests import command
+from tests.command import assert_refused, call, passed, save
 
 LENGTH, KEYS = 96, 24
 
 
-def row(name, median, cost, *, kind="map", keys=64, exact_share=0.0):
-    return compare.Row(
-        method=name,
-        label=name.upper(),
-        num_features=keys,
-        kind=kind,
-        cost=cost,
-        held_out=False,
-        exact_share=exact_share,
-        failure="",
-        median=median,
-        percentile_90=median,
-        heads=((median,),),
-        setup_seconds=0,
-        seconds=1,
-        calls=1,
-        peak_bytes=1,
-    )
-
-
+row = partial(command.row, num_features=64)
 REFERENCES = [
-    row("uniform", 0.5, 0.0, kind="reference", keys=None),
-    row("exact", 0.0, 1.0, kind="reference", keys=None),
+    row("uniform", 0.5, 0.0, kind="reference", num_features=None),
+    row("exact", 0.0, 1.0, kind="reference", num_features=None),
 ]
 
 
@@ -64,8 +47,7 @@ OPTIONS = ["--num-features", KEYS, "--lengths", "64", "--draws", 1, "--time-budg
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_command(structured, tmp_path, is_causal):
     options = [*OPTIONS, *(["--causal"] if is_causal else [])]
-    result = call("compare", "--baselines", "--input", structured, *options, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = passed("compare", "--baselines", "--input", structured, *options, "--out", tmp_path)
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert (
@@ -97,19 +79,16 @@ def test_the_command(structured, tmp_path, is_causal):
 
 def test_published_attentions_by_name(structured, tmp_path):
     words = ["compare", "--input", structured, *OPTIONS, "--out", tmp_path, "--maps"]
-    result = call(*words, "longformer,landmarks")
-    assert result.exit_code == 0, result.output
+    result = passed(*words, "longformer,landmarks")
     assert "Longformer" in result.stdout
     assert "BigBird" not in result.stdout
     assert "Not measured" not in result.stdout
     assert (tmp_path / "frontier.png").exists()
     record = json.loads((tmp_path / "compare.json").read_text())
-    again = call(*shlex.split(record["command"])[1:-1], tmp_path / "again")
-    assert again.exit_code == 0, again.output
+    passed(*shlex.split(record["command"])[1:-1], tmp_path / "again")
     second = json.loads((tmp_path / "again" / "compare.json").read_text())
     assert [e["heads"] for e in second["errors"]] == [e["heads"] for e in record["errors"]]
-    only = call(*words, "longformer")
-    assert only.exit_code == 0, only.output
+    only = passed(*words, "longformer")
     assert only.stdout.splitlines()[-1].startswith("Verdict: Of published attentions Longformer")
     assert_refused(call(*words, "strided"), "--maps: strided is for causal attention only")
 
@@ -142,8 +121,7 @@ def test_about_so_many_keys_are_met(method, length):
 def test_large_inputs_are_measured_while_there_is_time(structured, tmp_path, monkeypatch):
     words = ["compare", "--baselines", "--input", structured, *OPTIONS, "--out", tmp_path]
     monkeypatch.setattr(run, "MAX_MULTIPLICATIONS", 3e5)
-    result = call(*words)
-    assert result.exit_code == 0, result.output
+    result = passed(*words)
     told = " ".join(result.stdout.split())
     assert "bound: truncated SVD with 24 keys" in told
     assert "too many multiplications, take fewer tokens or heads" in told
@@ -179,7 +157,7 @@ def test_the_frontier():
 def test_the_sentence_about_published_attentions():
     rows = [
         row("a", 0.2, 0.9),
-        row("other", 0.1, 0.9, keys=128),
+        row("other", 0.1, 0.9, num_features=128),
         row("p", 0.15, 0.4, kind="published"),
         row("q", 0.35, 0.4, kind="published"),
         row("s", 1e-9, 0.4, kind="published", exact_share=1.0),
@@ -260,8 +238,7 @@ def test_every_method_takes_a_key_bias(biased, method, is_causal):
 def test_the_command_with_a_key_bias(biased, tmp_path):
     path, _ = biased
     options = ["--num-features", "6", "--lengths", "16,40", "--out", tmp_path / "out"]
-    result = call("compare", "--baselines", "--input", path, *options)
-    assert result.exit_code == 0, result.output
+    passed("compare", "--baselines", "--input", path, *options)
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert record["input"]["key_bias"] is True
     assert set(record["left_out"].values()) == {"is for causal attention only", "takes no key_bias"}

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
 import linattn
-from tests.command import assert_refused, call
+from tests.command import assert_refused, call, passed
 from tests.test_cli_attend import dense
 
 RNG = np.random.default_rng(0)
@@ -156,7 +156,6 @@ class TestFiles:
 
 OPTIONS = {
     "attend": {
-        "a map that is not there": (["--map", "performer"], "did you mean"),
         "a label with other letters": (["--map", "ReLU-Performr"], "did you mean relu-performer"),
         "a map of compare only": (["--map", "coreset"], "want one of"),
         "a mask of numbers": (["--mask", "int.npy"], "int.npy: key_mask must"),
@@ -172,13 +171,8 @@ OPTIONS = {
         "an option without a value": (["--num-features"], "requires an argument"),
     },
     "compare": {
-        "a map that is not there": (["--maps", "performer"], "did you mean"),
         "a map twice, once wrong": (["--maps", "relu,rleu"], "got rleu; did you mean"),
-        "a comma too many": (["--maps", "relu,,favor+"], "--maps: want a name between any two"),
         "columns in words": (["--num-features", "many"], "--num-features: want whole numbers"),
-        "lengths of nothing": (["--lengths", "0"], "--lengths: want whole numbers from 1"),
-        "no time": (["--time-budget", "-1"], "--time-budget: want seconds >= 0"),
-        "no draws": (["--draws", "0"], "--draws: want a whole number >= 1"),
         "a file in the place of a folder": (["--out", "q.npy"], "--out q.npy: cannot be written"),
         "both ways to give files": (["--input", "all.npz"], "--input all.npz: not with FILES"),
         "an option of attend": (["--window", "8"], "No such option: --window"),
@@ -233,12 +227,10 @@ def test_a_bias_beside_the_arrays_counts_in_both(folder):
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     biased = weights @ v / weights.sum(axis=-1, keepdims=True)
     assert np.linalg.norm(biased - exact) > 0.3 * np.linalg.norm(exact)
-    result = call("attend", "biased.npz", "--out", "o.npy", "--map", "exact", "--block-size", "7")
-    assert result.exit_code == 0, result.output
+    passed("attend", "biased.npz", "--out", "o.npy", "--map", "exact", "--block-size", "7")
     np.testing.assert_allclose(np.load("o.npy"), biased, rtol=1e-4, atol=1e-5)
     landmarks = ["--map", "landmarks", "--num-features", "39", "--tolerance", "inf"]
-    result = call("attend", "biased.npz", "--out", "p.npy", *landmarks)
-    assert result.exit_code == 0, result.output
+    passed("attend", "biased.npz", "--out", "p.npy", *landmarks)
     error = np.linalg.norm(np.load("p.npy") - biased) / np.linalg.norm(biased)
     assert error < 0.1
 

@@ -63,15 +63,6 @@ class TestRelativeVariance:
         np.testing.assert_array_equal(found.median, found.percentiles[..., 2])
         np.testing.assert_array_equal(found.bias, 0)
 
-    def test_monte_carlo_agrees(self):
-        query, key, _ = inputs(0.4, 6)
-        phi = HyperbolicFeatures(DIM, 32, rng=0)
-        found = relative_variance(query, key, phi)
-        kernel = phi.kernel(query, key)
-        draws = np.stack([phi.redraw(s).estimate(query, key) / kernel for s in range(2000)])
-        weights = attention_weights(query, key, rows=slice(None)) / 6
-        assert np.sum(weights * draws.var(axis=0)) == pytest.approx(float(found.mean), rel=0.1)
-
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_masked_and_later_keys_count_for_nothing(self, is_causal):
         query, key, _ = inputs(0.5, 2, 12)
@@ -408,11 +399,9 @@ class TestOutputError:
             (lambda rng: PositiveFeatures(DIM, 64, rng=rng), 8),
             (lambda rng: PositiveFeatures(DIM, 60, rng=rng), 8),
             (lambda rng: PositiveFeatures(DIM, 96, sampler="gaussian", rng=rng), 96),
-            (lambda rng: HyperbolicFeatures(DIM, 128, rng=rng), 8),
             (lambda rng: GeneralizedExponentialFeatures(DIM, 64, A=-0.02, rng=rng), 4),
-            (lambda rng: Reparametrized(PositiveFeatures(DIM, 64, rng=rng)), 8),
         ],
-        ids=["orthogonal", "partial block", "gaussian", "hyperbolic", "generalized", "inside"],
+        ids=["orthogonal", "partial block", "gaussian", "generalized"],
     )
     def test_variance_and_coverage(self, make, num_blocks):
         found, query, (key, value) = self.study(make)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import estimators, estimators_of_others
+from benchmarks import estimators_of_others
 from linattn.testing import (
     UntestableError,
     assert_at_most,
@@ -509,15 +509,6 @@ class TestSpread:
             except AssertionError:
                 rejected += 1
         assert rejected <= 18
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("kind", estimators.KINDS)
-def test_rates_of_six_kinds(kind):
-    """As `benchmarks/estimators.py`, in small; the limits are exceeded with less than 1e-9."""
-    rejected, found = estimators.rates(estimators.KINDS[kind], runs=100, num_planted=40)
-    assert rejected <= 23
-    assert found >= 32
 
 
 def test_the_page_needs_no_other_knowledge():

@@ -694,7 +694,7 @@ def test_flipped_bits(path):
     save_state(path, some_state(), phi_of())
     good = path.read_bytes()
     assert_same_bits(load_state(path, phi_of()), some_state())
-    # Every byte of the zip's own records; of the members, which checksums guard, some.
+    # Each field of the zip's own records; of the members, which checksums guard, some bytes.
     with zipfile.ZipFile(path) as archive:
         ends = [*[info.header_offset for info in archive.infolist()][1:], archive.start_dir]
         guarded = {
@@ -702,19 +702,19 @@ def test_flipped_bits(path):
             for info, end in zip(archive.infolist(), ends, strict=True)
             for position in range(end - info.file_size, end)
         }
-    for position in range(len(good)):
+    expected, phi = some_state(), phi_of()
+    for position in range(0, len(good), 2):
         if position in guarded and position % 31:
             continue
-        for bit in ((0, 3, 7)[position % 3],):
-            bad = bytearray(good)
-            bad[position] ^= 1 << bit
-            path.write_bytes(bad)
-            try:
-                loaded = load_state(path, phi_of())
-            except StateFileError:
-                continue
-            # Some bits mean nothing: dates, attributes.
-            assert_same_bits(loaded, some_state())
+        bad = bytearray(good)
+        bad[position] ^= 1 << (0, 3, 7)[position % 3]
+        path.write_bytes(bad)
+        try:
+            loaded = load_state(path, phi)
+        except StateFileError:
+            continue
+        # Some bits mean nothing: dates, attributes.
+        assert_same_bits(loaded, expected)
 
 
 @pytest.mark.parametrize("name", ["kvz", "length"])
@@ -723,17 +723,16 @@ def test_flipped_bits_of_a_header_behind_a_right_checksum(path, name):
     np.save(buffer, members()[name])
     good = buffer.getvalue()
     for position in range(128):
-        for bit in ((0, 3, 6)[position % 3],):
-            bad = bytearray(good)
-            bad[position] ^= 1 << bit
-            write_members(path, {name: bytes(bad)})
-            try:
-                loaded = load_state(path)
-            except StateFileError:
-                continue
-            # What still parses is a state of the size of the file: another byte order, say.
-            assert loaded.kvz.shape == (2, 12, 4)
-            assert loaded.length >= 0
+        bad = bytearray(good)
+        bad[position] ^= 1 << (0, 3, 6)[position % 3]
+        write_members(path, {name: bytes(bad)})
+        try:
+            loaded = load_state(path)
+        except StateFileError:
+            continue
+        # What still parses is a state of the size of the file: another byte order, say.
+        assert loaded.kvz.shape == (2, 12, 4)
+        assert loaded.length >= 0
 
 
 def test_a_folder_is_not_a_file(tmp_path):

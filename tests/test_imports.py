@@ -6,6 +6,7 @@ import doctest
 import importlib.util
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -51,6 +52,7 @@ ALLOWED_AT_IMPORT = {
 ALLOWED_PREFIXES = ("array_api_compat.common", "linattn.", "numpy._typing.")
 
 
+@cache
 def modules_after(program: str) -> set[str]:
     finished = subprocess.run(
         [sys.executable, "-W", "error", "-c", f"{program}\nimport sys\nprint(*sys.modules)"],

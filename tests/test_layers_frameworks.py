@@ -141,7 +141,7 @@ def test_decoder_layer_is_torchs(torch, dtype, norm_first, activation):
 
 
 @pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("layer", ["linear", "layer_norm", "rms_norm", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("layer", ["linear", "layer_norm", "rms_norm"])
 def test_layers_of_tokens_are_torchs(torch, layer, dtype):
     of = getattr(torch, dtype)
     tokens, *_, grad = inputs(torch, of)
@@ -150,29 +150,11 @@ def test_layers_of_tokens_are_torchs(torch, layer, dtype):
         module, made = torch.nn.Linear(DIM, DIM), layers.linear_vjp
     elif layer == "layer_norm":
         module, made = torch.nn.LayerNorm(DIM), layers.layer_norm_vjp
-    elif layer == "rms_norm":
-        module, made = torch.nn.RMSNorm(DIM, eps=1e-6), layers.rms_norm_vjp
     else:
-        return activation_is_torchs(torch, layer, tokens, grad, CLOSE[dtype])
+        module, made = torch.nn.RMSNorm(DIM, eps=1e-6), layers.rms_norm_vjp
     module = drawn(module, of)
     found = made(state_dict(module), tokens.detach().numpy())
     assert_equal(module, module(tokens), grad, found, [tokens], CLOSE[dtype])
-
-
-def activation_is_torchs(torch, name, tokens, grad, close):
-    functional = torch.nn.functional
-    first, second, third = (torch.eye(DIM, dtype=tokens.dtype) for _ in range(3))
-    params = {"linear1.weight": first.numpy(), "linear2.weight": second.numpy()}
-    if name == "silu":
-        wanted = functional.silu(tokens) * (tokens @ third.T)
-        params["linear3.weight"] = third.numpy()
-    else:
-        wanted = functional.gelu(tokens, approximate="tanh" if "tanh" in name else "none")
-    wanted.backward(grad)
-    activation = "swiglu" if name == "silu" else name
-    out, pullback = layers.feed_forward_vjp(params, tokens.detach().numpy(), activation=activation)
-    assert_allclose(out, wanted.detach().numpy(), **close)
-    assert_allclose(pullback(grad.numpy())[1], tokens.grad.numpy(), **close)
 
 
 def test_embedding_is_torchs(torch):

@@ -414,15 +414,8 @@ def test_names_are_mapped_and_arrays_joined(tmp_path):
     ("mapping", "error"),
     [
         (["q"], TypeError),
-        ("q", TypeError),
-        (3, TypeError),
-        ({"q"}, TypeError),
-        ({"first": 3}, TypeError),
         ({"first": None}, TypeError),
-        ({"first": {"q"}}, TypeError),
         ({"first": ["q", 3]}, TypeError),
-        ({"first": ["q", ["k"]]}, TypeError),
-        ({"first": b"q"}, TypeError),
         ({1: "q"}, TypeError),
         ({"first": []}, ValueError),
         ({"first": ["q", "x"]}, ValueError),
@@ -458,11 +451,6 @@ def test_only_arrays_by_name_are_saved(tmp_path, params):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"dim_feedforward": 16},
-            TypeError,
-            r"\(\) got an unexpected keyword argument 'dim_feedforward'; it takes rng, ",
-        ),
         ({"norm": "batch_norm"}, ValueError, "norm must be one of layer_norm, rms_norm, got 'ba"),
         ({"activation": "tanh"}, ValueError, "activation must be one of relu, .*, got 'tanh'"),
         ({"dtype": np.int64}, TypeError, "dtype must be float16, float32 or float64, got int64"),

@@ -1,4 +1,7 @@
-"""The site that `mkdocs build` makes of docs/ and of the docstrings."""
+"""The site that `mkdocs build` makes of docs/ and of the docstrings.
+
+``LINATTN_SITE`` names the folder of one that was built before.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if built := os.environ.get("LINATTN_SITE"):
+        return Path(built)
     pytest.importorskip("mkdocs", reason="mkdocs (extra docs) is not installed")
     folder = tmp_path_factory.mktemp("site")
     finished = subprocess.run(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tracemalloc
 from typing import Any
 
@@ -101,12 +99,6 @@ def test_means_are_those_of_the_dense_formula(seed, n, d, outputs, log_bandwidth
     expected = nadaraya_watson(queries, X, y, bandwidth, weight)
     assert_allclose(model.predict(queries), expected, rtol=1e-8, atol=1e-8)
     assert (model.method_, model.num_landmarks_, model.error_) == ("exact", None, 0.0)
-
-
-def test_one_number_is_a_bandwidth_for_all_coordinates():
-    X, y, _, queries = problem(0)
-    expected = KernelRegressor(0.7).fit(X, y).predict(queries)
-    assert_array_equal(KernelRegressor([0.7] * 3).fit(X, y).predict(queries), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -561,19 +553,13 @@ def test_bandwidth_is_that_of_gamma():
 
 
 @pytest.mark.parametrize("sampler", ["gaussian", "orthogonal", "stratified"])
-def test_variance_is_that_of_draws(sampler):
-    """Mean over 400 draws: 5 % off is six standard errors."""
+def test_variance_is_that_of_the_map(sampler):
+    """Of pairs of two rows; tests of the map compare it with draws."""
     X, _, _, _ = problem(14, n=40, d=4)
     model = RandomFeatures(num_features=16, sampler=sampler, compute_variance=True, random_state=0)
-    stated = model.fit(X).variance_
     pairs = ~np.eye(len(X), dtype=bool)
-    assert stated == pytest.approx(np.mean(model.feature_map_.variance(X, X)[pairs]), rel=1e-9)
-    kernel = model.feature_map_.kernel(X, X)
-    squares = []
-    for seed in range(400):
-        features = model.set_params(random_state=seed, compute_variance=False).fit_transform(X)
-        squares.append(np.sum((features @ features.T - kernel) ** 2) / (40 * 39))
-    assert np.mean(squares) == pytest.approx(stated, rel=0.05)
+    wanted = np.mean(model.fit(X).feature_map_.variance(X, X)[pairs])
+    assert model.variance_ == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -591,18 +577,3 @@ def test_variance_is_that_of_draws(sampler):
 def test_wrong_parameters_of_features(parameters, error, said):
     with pytest.raises(error, match=said):
         RandomFeatures(**parameters).fit(problem(0)[0])
-
-
-# The extra ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("missing", ["sklearn", "sklearn.utils.validation"])
-def test_who_lacks_scikit_learn_hears_of_the_extra(missing):
-    program = f"import sys\nsys.modules[{missing!r}] = None\nimport linattn.sklearn"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 1
-    *_, last = finished.stderr.splitlines()
-    assert last == (
-        "ImportError: linattn.sklearn needs scikit-learn 1.6 or newer: pip install '.[sklearn]' "
-        "in a clone of linattn"
-    )

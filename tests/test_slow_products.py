@@ -223,14 +223,6 @@ def test_keys_whose_shares_are_far_apart(name):
     check(name, True, 20, 1, 1, 1, "float64")
 
 
-@pytest.mark.fuzz
-@cases
-def test_many(name, backends):
-    rng = np.random.default_rng(1)
-    for _ in range(20):
-        check(name, backends, *drawn(rng))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "elu", "relu"])
 def test_few_tokens_of_a_stream_are_slow(name, dtype):

@@ -7,10 +7,9 @@ What chance decides fails in at most `TOTAL_FALSE_ALARM_RATE` of all runs. Fresh
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-import subprocess
-import sys
 from math import comb, exp, expm1, sqrt
 from typing import Any
 
@@ -36,6 +35,7 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from linattn.sampling import SAMPLERS, gaussian, orthogonal
+from linattn.testing._attention_cases import LENGTHS
 from linattn.testing.check import CHECKS, Row
 from linattn.testing.moments import block_kurtosis, exponential_moments, orthogonal_block_moment
 from linattn.testing.statistics import (
@@ -68,18 +68,10 @@ class TestKnownAnswers:
     @pytest.mark.parametrize(
         ("v", "rate", "num_draws", "expected"),
         [
-            (0.1, 1e-6, 256, 5.49),
             (0.1, 1e-6, 4096, 5.34),
-            (0.25, 1e-6, 256, 5.71),
-            (0.25, 1e-6, 2**20, 5.32),
             (0.5, 1e-6, 256, 7.35),
-            (0.5, 1e-6, 65536, 5.37),
-            (1.0, 1e-6, 256, 17.9),
             (1.0, 1e-6, 2**20, 6.24),
             (4.0, 1e-6, 256, 436),
-            (4.0, 1e-6, 2**20, 58.6),
-            (0.25, 1e-9, 4096, 6.61),
-            (0.5, 1e-9, 65536, 7.16),
             (1.0, 1e-9, 4096, 19.9),
         ],
     )
@@ -327,13 +319,6 @@ class TestErrorRates:
         assert not betting_test(narrow + 0.02, 1.0).passed
         assert bernstein_bound(1.0, 1.0, 4000) > 5 * 0.02
 
-    def test_naive_threshold_does_not(self, rng):
-        """Why thresholds are not a few standard errors: what the kit is there to avoid."""
-        draws, variance = self.draws(rng, "two points")
-        z = np.mean(draws, axis=1) / sqrt(variance / self.DRAWS)
-        alarms = np.sum(np.abs(z) > 2.5758)
-        assert alarms > exceeds(self.REPEATS, self.RATE)
-
     def test_at_most(self, rng):
         draws, _ = self.draws(rng, "lognormal")
         y = draws + 1
@@ -343,12 +328,6 @@ class TestErrorRates:
         assert alarms <= exceeds(self.REPEATS, self.RATE)
         assert not at_most_test(y[0], 0.3, 6.0).passed
         assert not at_most_test(np.full(50, 9.0), 1.0, 2.0).passed
-
-    def test_bernstein(self, rng):
-        draws = rng.random((self.REPEATS, self.DRAWS)) < 0.02
-        allowed = bernstein_bound(0.02 * 0.98, 0.98, self.DRAWS, false_alarm_rate=self.RATE)
-        alarms = np.sum(np.abs(np.mean(draws, axis=1) - 0.02) >= allowed)
-        assert alarms <= exceeds(self.REPEATS, self.RATE)
 
 
 TRANSFORM = np.array([[1.2, 0.1, 0.0], [0.0, 0.9, -0.1], [0.1, 0.0, 1.0]])
@@ -391,7 +370,7 @@ class TestEstimates:
         assert evidence.false_alarm_rate == 1e-9
         assert 0 < evidence.detectable < detectable
 
-    @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "tilted"])
+    @pytest.mark.parametrize("name", ["positive", "trigonometric"])
     def test_exact_variance(self, name):
         evidence = testing.assert_variance(MAPS[name]("orthogonal"), num_draws=3000, rng=SEED)
         assert "approximate" not in evidence.detail
@@ -512,10 +491,10 @@ class TestEstimates:
         claim = lambda x, y: 3 * feature_map.variance(x, y)  # noqa: E731
         with pytest.raises(
             AssertionError,
-            match=r"variance of phi.* over 8000 draws is .*, want equal .* a standard error, as "
+            match=r"variance of phi.* over 3000 draws is .*, want equal .* a standard error, as "
             r"measured, is .* 1e-09 of all runs\. pair \d of linattn\.testing\.standard_pairs\(",
         ):
-            testing.assert_variance(feature_map, variance=claim, rng=SEED)
+            testing.assert_variance(feature_map, variance=claim, num_draws=3000, rng=SEED)
 
     @pytest.mark.parametrize("num_draws", [0, -3, 2.5])
     def test_draws_are_checked(self, num_draws):
@@ -604,7 +583,7 @@ class TestEstimates:
                 feature_map,
                 variance=lambda x, y: feature_map.variance(x, y) / 4,
                 relation="at_most",
-                num_draws=4000,
+                num_draws=2000,
                 rng=SEED,
             )
 
@@ -628,7 +607,7 @@ class TestEstimates:
     def test_rows_of_unbiased_samplers(self, sampler):
         testing.assert_gaussian_rows(SAMPLERS[sampler], 6, 4, num_draws=3000, rng=SEED)
 
-    @pytest.mark.parametrize(("num", "dim"), [(1, 64), (16, 64), (64, 64), (8, 4)])
+    @pytest.mark.parametrize(("num", "dim"), [(1, 64), (64, 64), (8, 4)])
     def test_rows_of_a_raw_qr(self, num, dim):
         """Signs that are not fixed: at 64 rows each is off by 5 % of its length, all alike."""
 
@@ -726,8 +705,15 @@ class OwnBroken(Own):
 
 
 class TestCheckFeatureMap:
+    @pytest.fixture(autouse=True)
+    def one_length(self, monkeypatch):
+        """Rows that chance does not decide: all lengths in the first test, one in the others."""
+        monkeypatch.setitem(inspect.unwrap(testing.check_feature_map).__kwdefaults__, "length", 33)
+
     def test_report(self):
-        report = testing.check_feature_map(PositiveFeatures(4, 8, rng=0), num_draws=800, rng=SEED)
+        report = testing.check_feature_map(
+            PositiveFeatures(4, 8, rng=0), num_draws=800, length=LENGTHS, rng=SEED
+        )
         assert report.passed
         assert [row.check for row in report.rows] == [*CHECKS]
         assert {row.result for row in report.rows} == {"passed"}
@@ -757,11 +743,6 @@ class TestCheckFeatureMap:
         assert skipped == {"mean", "variance", "redraw"}
         with pytest.raises(testing.UntestableError, match="depend on all keys"):
             testing.assert_unbiased(SoftmaxFeatures(4))
-
-    def test_given_projection(self):
-        report = testing.check_feature_map(PositiveFeatures.from_projection(np.eye(4)))
-        skipped = {row.check for row in report.rows if row.result == "skipped"}
-        assert skipped == {"mean", "variance", "redraw"}
 
     def test_factory(self):
         report = testing.check_feature_map(
@@ -1081,15 +1062,6 @@ class TestOtherAssertions:
 
         with pytest.raises(AssertionError, match="assert_picklable"):
             testing.assert_picklable(Forgetful(2.0))
-
-
-def test_missing_extra_is_named():
-    program = "import sys; sys.modules['hypothesis'] = None; import linattn; import linattn.testing"
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert finished.returncode == 1
-    assert "ImportError: linattn.testing needs hypothesis: pip install '.[testing]'" in (
-        finished.stderr
-    )
 
 
 def test_total_false_alarm_rate():

@@ -178,8 +178,14 @@ RUNS: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("run", RUNS)
+# The node knows three kinds of call; what is outside of it does not know more.
+EACH_KIND = ["linear, causal", "softmax", "recurrence gated_delta"]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [(run, name) for run in RUNS for name in (CALLS if run == "eager" else EACH_KIND)],
+)
 def test_torch_runs(run, name):
     RUNS[run](CALLS[name])
 
@@ -207,13 +213,6 @@ PLAIN: dict[str, Any] = {
         *qkv, update_rule="gated_delta", log_decay=-GATE[:1, :3], beta=BETA[:1, :3]
     ),
 }
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_functions_can_be_differentiated_twice(name):
-    """The node refuses it; test_interop.py."""
-    leaves = [array[:1, :3].clone().requires_grad_() for array in QKV]
-    assert torch.autograd.gradgradcheck(PLAIN[name], leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", PLAIN)

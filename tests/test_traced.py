@@ -110,14 +110,18 @@ def agree(got, want, tolerance=1e-11):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * size)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", MAPS)
+# Each program takes a second to compile: all options with one map, and each map with masks.
+FEW = ("causal, masks", "full, masks")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(n, o) for n, phi in MAPS.items() for o in (OPTIONS if n == "positive" else FEW)
+     if phi.causal or "causal" not in o],
+)  # fmt: skip
 def test_linear_attention_is_numpys(jax, name, options):
     phi, options = MAPS[name], OPTIONS[options]
-    try:
-        want = linattn.linear_attention(*HOST, phi, **options)
-    except ValueError:
-        pytest.skip("decay of a map that has none")
+    want = linattn.linear_attention(*HOST, phi, **options)
     agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
 
 
@@ -196,7 +200,7 @@ def test_a_state_goes_on(jax):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["positive", "elu", "exact"])
+@pytest.mark.parametrize("name", ["positive", "exact"])
 def test_gradients_are_numpys(jax, name, is_causal):
     phi = [] if name == "exact" else [MAPS[name]]
     kind = "softmax" if name == "exact" else "linear"
@@ -282,6 +286,8 @@ def test_a_row_that_later_keys_hide_is_exact(jax, dtype):
     given = [x.astype(dtype) for x in (query, key, value)]
     got = traced(jax, linattn.linear_attention, given, {"is_causal": True}, phi)
     np.testing.assert_allclose(got, want, atol=1e-5 if dtype == "float32" else 1e-12)
+    if dtype == "float32":
+        return
     gradients = jax.jit(
         jax.grad(lambda *x: linattn.linear_attention(*x, phi, is_causal=True).sum(), (0, 1, 2))
     )(query, key, value)
@@ -290,20 +296,21 @@ def test_a_row_that_later_keys_hide_is_exact(jax, dtype):
         np.testing.assert_allclose(found, wanted, atol=1e-9 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("which", [1, 2])
 @pytest.mark.parametrize("name", ["positive", "elu", "exact", "window"])
-def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name, which):
-    given = HOST.copy()
-    given[which, :, 250:] = np.nan
+def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name):
     options: dict[str, Any] = {"is_causal": True}
     if name == "window":
         options = {"local_window_size": (290, 0)}
     phi = [MAPS[name]] if name in MAPS else []
     call = linattn.linear_attention if phi else linattn.softmax_attention
-    want = call(*given, *phi, **options)
-    hidden = np.broadcast_to(np.arange(LENGTH)[:, None] >= 250, want.shape)
-    np.testing.assert_array_equal(np.isnan(want), hidden)
-    np.testing.assert_array_equal(np.isnan(traced(jax, call, given, options, *phi)), np.isnan(want))
+    compiled = jax.jit(lambda *x: call(*x, *phi, **options))
+    for which in (1, 2):
+        given = HOST.copy()
+        given[which, :, 250:] = np.nan
+        want = call(*given, *phi, **options)
+        hidden = np.broadcast_to(np.arange(LENGTH)[:, None] >= 250, want.shape)
+        np.testing.assert_array_equal(np.isnan(want), hidden)
+        np.testing.assert_array_equal(np.isnan(compiled(*given)), hidden)
 
 
 @pytest.mark.parametrize("name", ["positive", "elu", "exact"])

@@ -72,8 +72,8 @@ class Tree:
 
 def line_of_ci(beginning: str) -> str:
     """Return the one command of `.ci/run` that begins like this."""
-    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    commands = [line.removeprefix(".venv/bin/") for line in lines if line.startswith(".venv/bin/")]
+    text = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    commands: list[str] = re.findall(r"(?<!\S)\.venv/bin/(.+)", text)
     found = [command for command in commands if command.startswith(beginning)]
     if len(found) != 1:
         raise SystemExit(f".ci/run has {len(found)} commands that begin with {beginning!r}")
