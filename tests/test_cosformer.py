@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
@@ -112,31 +110,6 @@ def test_features_are_not_negative_and_are_the_kernel(xp):
     values = xp.numpy(features.values)
     assert PHI.positive
     assert_at_most(0, values)
-
-
-def test_without_position_it_would_be_relu():
-    query, key, value, _ = inputs(8)
-    wide = CosformerFeatures(DIM, max_length=10**9)
-    relu = linattn.feature_maps.ReluFeatures()
-    expected = linattn.linear_attention(query, key, value, relu)
-    assert_allclose(linattn.linear_attention(query, key, value, wide), expected, atol=1e-13)
-    assert np.abs(linattn.linear_attention(query, key, value, PHI) - expected).max() > 1e-3
-
-
-def test_maps_are_values():
-    assert repr(PHI) == "CosformerFeatures(dim=5, max_length=17, scale=2.0)"
-    twin = pickle.loads(pickle.dumps(PHI))
-    assert twin == PHI
-    assert hash(twin) == hash(PHI)
-    assert twin.fingerprint() == PHI.fingerprint()
-    for other in (
-        CosformerFeatures(DIM, max_length=MAX_LENGTH),
-        CosformerFeatures(DIM, max_length=18, scale=SCALE),
-    ):
-        assert other != PHI
-        assert other.fingerprint() != PHI.fingerprint()
-    with pytest.raises(AttributeError, match="immutable"):
-        PHI.max_length = 18
 
 
 @pytest.mark.parametrize(

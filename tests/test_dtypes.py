@@ -9,12 +9,10 @@ import pytest
 
 import linattn
 from tests.attentions import (
-    CHUNK,
     DIM,
     MAPS,
     PHI,
     TOLERANCE,
-    attentions,
     in_library,
     some_attentions,
     state_of,
@@ -154,14 +152,3 @@ def test_long_streams_of_narrow_floats(dtype):
     assert out.dtype == token.dtype
     assert float(decoder.state.z[0]) == 2100
     assert float(out[0]) == 1
-
-
-@pytest.mark.parametrize("attend", attentions("positive"))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_dtype_out_is_dtype_in(xp, attend, dtype):
-    query, key, value = tokens()
-    arrays = [xp.array(array, dtype) for array in (query, key, value)]
-    out = attend(*arrays, chunk_size=CHUNK)
-    xp.assert_like(out, arrays[2])
-    query, key, value = (xp.numpy(array).astype(np.float64) for array in arrays)
-    attend.check(xp.numpy(out), query, key, value, tolerance=3 * TOLERANCE[dtype])

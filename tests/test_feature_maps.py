@@ -16,7 +16,9 @@ import linattn
 from linattn import reference, sampling
 from linattn.feature_maps import (
     ActivationFeatures,
+    CosformerFeatures,
     EluFeatures,
+    HedgehogFeatures,
     HyperbolicFeatures,
     PolynomialFeatures,
     PositiveFeatures,
@@ -706,6 +708,14 @@ def test_maps_are_immutable(name):
         ),
         (EluFeatures(), "EluFeatures(dim=None, scale=1.0)"),
         (ReluFeatures(4, scale=2), "ReluFeatures(dim=4, scale=2.0)"),
+        (
+            CosformerFeatures(5, max_length=17, scale=2.0),
+            "CosformerFeatures(dim=5, max_length=17, scale=2.0)",
+        ),
+        (
+            HedgehogFeatures(np.ones((2, 3, 4))),
+            "HedgehogFeatures(dim=4, num_features=6, heads=(2,), fingerprint={})",
+        ),
         (SoftmaxFeatures(5, scale=2.0), "SoftmaxFeatures(dim=5, scale=2.0)"),
         (TaylorFeatures(4, 3), "TaylorFeatures(dim=4, order=3, scale=0.5)"),
         (

@@ -12,7 +12,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from linattn.reference import kernel_attention, kernel_sums, softmax_attention
 from linattn.typing import Features
-from tests.attentions import assert_at_most
 
 METHODS = ["softmax", "kernel", "positive map", "signed map"]
 
@@ -152,14 +151,6 @@ def test_signed_sums_equal_plain_loops(is_causal):
     assert (sums.absolute_denominator > 1.01 * np.abs(sums.denominator)).any()
 
 
-def test_signed_attention_is_the_ratio_of_its_sums():
-    query, key, value = inputs((6, 2), (9, 2), (9, 3), seed=1)
-    sums = kernel_sums(query, key, value, Map(signed))
-    out = kernel_attention(query, key, value, Map(signed))
-    assert_allclose(out, sums.numerator / sums.denominator, rtol=1e-15)
-    assert (sums.denominator < 0).any()
-
-
 def test_sums_of_a_kernel_are_on_their_own_scale():
     query, key, value = inputs((4, 3), (7, 3), (7, 2))
     weights = np.sin(query @ key.T)
@@ -187,50 +178,6 @@ def test_known_answers():
         [[2.0, -math.log(2)]], [[2.0, -math.log(2)], [0.0, 0.0]], [[51.0], [0.0]], elu
     )
     assert_allclose(out, [[51 * 9.25 / 12.75]], rtol=1e-15)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_equal_keys_give_the_mean(method):
-    (value,) = inputs((7, 3))
-    query, key = np.full((5, 2), 0.3), np.full((7, 2), 0.2)
-    out = attend(method, query, key, value)
-    assert_allclose(out, np.broadcast_to(value.mean(axis=0), (5, 3)), rtol=1e-14)
-    running = np.cumsum(value[:5], axis=0) / np.arange(1, 6)[:, None]
-    out = attend(method, query, key[:5], value[:5], is_causal=True)
-    assert_allclose(out, running, rtol=1e-14)
-
-
-@given(data=st.data())
-def test_softmax_equals_the_exponential_kernel(draws, data):
-    case = data.draw(draws.cases(max_length=20, dim=4))
-    options = {"is_causal": case.is_causal, "key_mask": case.key_mask}
-    exact = softmax_attention(case.query, case.key, case.value, scale=0.3, **options)
-    kernel = kernel_attention(case.query, case.key, case.value, exp_kernel(0.3), **options)
-    # A logit of a few hundred is itself only known to a few hundred eps.
-    assert_allclose(kernel, exact, rtol=1e-11, atol=1e-12)
-
-
-@given(data=st.data())
-def test_a_map_equals_its_kernel(draws, data):
-    case = data.draw(draws.cases(max_length=20, dim=3))
-    options = {"is_causal": case.is_causal, "key_mask": case.key_mask}
-    query, key = case.query / max(case.scale, 1), case.key / max(case.scale, 1)
-    for features in (positive, signed):
-
-        def kernel(x, y, features=features):
-            phi, psi = (
-                np.exp(log) * (1 if values is None else values)
-                for log, values in (features(x), features(y))
-            )
-            return phi @ psi.mT
-
-        by_map = kernel_sums(query, key, case.value, Map(features), **options)
-        by_kernel = kernel_sums(query, key, case.value, kernel, **options)
-        unit = np.exp(by_map.log_scale)
-        for name, bound in (("numerator", "absolute_numerator"), ("denominator",) * 2):
-            error = np.abs(getattr(by_map, name) * unit - getattr(by_kernel, name))
-            size = getattr(by_map, bound.replace("denominator", "absolute_denominator")) * unit
-            assert_at_most(error, 1e-13 * size)
 
 
 @pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
@@ -296,21 +243,6 @@ def test_kernels_never_see_what_is_masked():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_mask_shapes(method):
-    query, key, value = inputs((2, 3, 4, 2), (2, 3, 5, 2), (2, 3, 5, 2))
-    mask = np.array([True, False, True, True, False])
-    full = np.broadcast_to(mask, (2, 3, 5))
-    expected = attend(method, query, key, value, key_mask=full)
-    for shape in ((5,), (1, 1, 5), (2, 1, 5), (1, 3, 5)):
-        same = attend(method, query, key, value, key_mask=np.broadcast_to(mask, shape))
-        assert_array_equal(same, expected)
-    per_head = np.array([[[True], [False], [True]]])
-    out = attend(method, query, key, value, key_mask=per_head)
-    assert_array_equal(out[:, 1], 0)
-    assert_array_equal(out[:, ::2], attend(method, query, key, value)[:, ::2])
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_rows_without_a_visible_key_are_zero(method):
     query, key, value = inputs((3, 4, 2), (3, 4, 2), (3, 4, 5))
     mask = np.ones((3, 4), dtype=bool)
@@ -368,25 +300,6 @@ def test_a_bad_query_spoils_its_own_row(method, bad):
         out = attend(method, query, key, value)
     assert_array_equal(out[2], np.nan)
     assert_array_equal(np.delete(out, 2, axis=0), np.delete(clean, 2, axis=0))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_causal_rows_are_prefixes(method):
-    query, key, value = inputs((2, 7, 3), (2, 7, 3), (2, 7, 2))
-    out = attend(method, query, key, value, is_causal=True)
-    for i in range(7):
-        prefix = attend(method, query[:, i : i + 1], key[:, : i + 1], value[:, : i + 1])
-        assert_allclose(out[:, i : i + 1], prefix, rtol=1e-13)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_leading_axes_broadcast(method):
-    query, key, value = inputs((2, 3, 4, 2), (3, 5, 2), (2, 1, 5, 2))
-    out = attend(method, query, key, value)
-    assert out.shape == (2, 3, 4, 2)
-    for b, h in np.ndindex(2, 3):
-        single = attend(method, query[b, h], key[h], value[b, 0])
-        assert_allclose(out[b, h], single, rtol=1e-14)
 
 
 def test_a_map_may_bring_heads_of_its_own():
