@@ -470,37 +470,28 @@ def test_entries_take_valid_arrays(entry):
     entry.call(np.asarray, **entry.arrays())
 
 
-@pytest.mark.parametrize(
-    "seed_taking",
-    [
-        maps.PositiveFeatures,
-        maps.HyperbolicFeatures,
-        maps.TrigonometricFeatures,
-        maps.ActivationFeatures,
-    ],
+NUMBERS = [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)]
+RANDOM_MAPS = (
+    maps.PositiveFeatures,
+    maps.HyperbolicFeatures,
+    maps.TrigonometricFeatures,
+    maps.ActivationFeatures,
 )
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
-)
-def test_bad_sizes_of_random_maps(seed_taking, value, error):
-    with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
-        seed_taking(value, rng=0)
-    came = re.escape(repr(value))
-    with pytest.raises(error, match=saying(word("num_features"), "must be", came)):
-        seed_taking(4, value, rng=0)
+UNPROJECTED = partial(maps.ActivationFeatures, sampler=None)
+SIZED: dict[str, list[Callable[[Any], Any]]] = {
+    "dim": [*RANDOM_MAPS, maps.EluFeatures, maps.ReluFeatures, UNPROJECTED],
+    "num_features": [partial(make, 4) for make in RANDOM_MAPS],
+    "value_dim": [lambda size: linattn.init_state(PHI, size, like=np.ones(DIM))],
+    "chunk_size": [lambda size: linattn.linear_attention(*tokens(), PHI, chunk_size=size)],
+}
 
 
-@pytest.mark.parametrize(
-    "make", [maps.EluFeatures, maps.ReluFeatures, partial(maps.ActivationFeatures, sampler=None)]
-)
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(0, ValueError), (-1, ValueError), (2.0, TypeError), ("4", TypeError), (True, TypeError)],
-)
-def test_bad_dims_of_coordinate_maps(make, value, error):
-    with pytest.raises(error, match=saying(word("dim"), "must be", re.escape(repr(value)))):
-        make(value)
+@pytest.mark.parametrize(("size", "error"), NUMBERS)
+@pytest.mark.parametrize("name", SIZED)
+def test_bad_sizes(name, size, error):
+    for call in SIZED[name]:
+        with pytest.raises(error, match=saying(word(name), "must be", re.escape(repr(size)))):
+            call(size)
 
 
 @pytest.mark.parametrize("make", [maps.HyperbolicFeatures, maps.TrigonometricFeatures])
@@ -518,16 +509,6 @@ def test_dim_zero(entry, argument):
 
 
 @pytest.mark.parametrize(
-    ("value_dim", "error"), [(0, ValueError), (-3, ValueError), (1.0, TypeError), (True, TypeError)]
-)
-def test_bad_value_dim(value_dim, error):
-    with pytest.raises(
-        error, match=saying(word("value_dim"), "must be", re.escape(repr(value_dim)))
-    ):
-        linattn.init_state(PHI, value_dim, like=np.ones(DIM))
-
-
-@pytest.mark.parametrize(
     ("batch_shape", "error"),
     [
         ((-1,), ValueError),
@@ -542,16 +523,6 @@ def test_bad_value_dim(value_dim, error):
 def test_bad_batch_shape(batch_shape, error):
     with pytest.raises(error, match=saying(word("batch_shape"), "must be")):
         linattn.init_state(PHI, 3, batch_shape=batch_shape, like=np.ones(DIM))
-
-
-@pytest.mark.parametrize(
-    ("chunk_size", "error"),
-    [(0, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError), ("8", TypeError)],
-)
-def test_bad_chunk_size(chunk_size, error):
-    came = re.escape(repr(chunk_size))
-    with pytest.raises(error, match=saying(word("chunk_size"), "must be", came)):
-        linattn.linear_attention(*tokens(), PHI, chunk_size=chunk_size)
 
 
 @every_state_call

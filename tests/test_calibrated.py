@@ -161,16 +161,6 @@ def test_importance_is_attention_outside_the_window(is_causal):
         assert_allclose(found[h], np.sqrt(total / 12), rtol=1e-12)
 
 
-def test_a_shift_of_all_keys_changes_nothing():
-    shift = np.random.default_rng(9).standard_normal((HEADS, 1, DIM))
-    shifted = [(q, k + shift, v) for q, k, v in SAMPLES]
-    phi = CalibratedFeatures.calibrate(shifted, num_features=M)
-    assert_allclose(phi.centroids, PHI.centroids + shift, atol=1e-12)
-    query, key, value = sequence(3)
-    one = linattn.linear_attention(query, key + shift, value, phi)
-    assert_allclose(one, linattn.linear_attention(query, key, value, PHI), rtol=0, atol=1e-10)
-
-
 def test_the_scale_is_that_of_the_logits():
     """A scale is the same as scaled queries, and the default is ``1 / sqrt(d)``."""
     assert PHI.scale == SCALE

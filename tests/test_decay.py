@@ -373,14 +373,3 @@ def test_scalars_of_numpy_are_numbers_in_every_library(xp, number):
 
     for got, want in zip(pulled(number(-0.25)), pulled(-0.25), strict=True):
         assert_array_equal(got, want)
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("kind", ["each token", "one for all", "full"])
-def test_frameworks_give_the_same_gradients(kind):
-    decay = {
-        "each token": decays("each token", (2,), 11),
-        "one for all": np.asarray(-0.3),
-    }.get(kind, np.array([-0.5, -0.1]))
-    options = {"is_causal": kind != "full", "chunk_size": 4}
-    pairs.check_frameworks(tokens((2,), 11), PHI, "log_decay", decay, **options)

@@ -450,60 +450,6 @@ def test_gradients_of_packed_sequences(rule, by_channel):
 # Published recurrences ------------------------------------------------------------------------
 
 
-def test_the_recurrences_of_flash_linear_attention():
-    """Formulas of fla/ops/{simple_gla,gla,delta_rule,kda}/naive.py, in its layout (B, T, H, D).
-
-    github.com/fla-org/flash-linear-attention, read on 2026-11-23; simple_gla is Mamba-2's and, with
-    a constant gate, RetNet's; kda with one gate a head is the gated delta rule of Gated DeltaNet.
-    """
-    rng = np.random.default_rng(0)
-    batch, length, heads, dim, value_dim = 2, 33, 3, 6, 4
-    q, k = rng.standard_normal((2, batch, length, heads, dim))
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    v = rng.standard_normal((batch, length, heads, value_dim))
-    g, gk = -rng.exponential(size=(batch, length, heads)), -rng.exponential(size=q.shape)
-    beta = rng.random((batch, length, heads))
-
-    def simple_gla(h, t):
-        return h * np.exp(g[:, t])[..., None, None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-
-    def gla(h, t):
-        return h * np.exp(gk[:, t])[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-
-    def delta_rule(h, t):
-        new = beta[:, t, :, None] * (v[:, t] - (h * k[:, t][..., None]).sum(-2))
-        return h + k[:, t][..., None] * new[..., None, :]
-
-    def kda(h, t, gate=gk):
-        h = h * np.exp(gate[:, t])[..., None]
-        new = v[:, t] - (k[:, t][..., None] * h).sum(-2)
-        return h + np.einsum("bhk,bhv->bhkv", beta[:, t][..., None] * k[:, t], new)
-
-    def gated_delta_rule(h, t):
-        return kda(h, t, np.broadcast_to(g[..., None], q.shape))
-
-    cases = [
-        ("gated", simple_gla, {"log_decay": g}),
-        ("gated", gla, {"log_decay": gk}),
-        ("delta", delta_rule, {"beta": beta}),
-        ("gated_delta", kda, {"log_decay": gk, "beta": beta}),
-        ("gated_delta", gated_delta_rule, {"log_decay": g, "beta": beta}),
-    ]
-    for rule, update, gates in cases:
-        h = np.zeros((batch, heads, dim, value_dim))
-        want = np.empty_like(v)
-        for t in range(length):
-            h = update(h, t)
-            want[:, t] = dim**-0.5 * np.einsum("bhk,bhkv->bhv", q[:, t], h)
-        ours = [np.swapaxes(x, 1, 2) for x in (q, k, v)]
-        swapped = {name: np.swapaxes(x, 1, 2) for name, x in gates.items()}
-        got, state = linattn.linear_recurrence(
-            *ours, **swapped, update_rule=rule, return_state=True
-        )
-        assert error(np.swapaxes(got, 1, 2), want) < 1e-12, update.__name__
-        assert error(state, h) < 1e-12, update.__name__
-
-
 def run_onnx(engine, inputs, **attributes):
     """Run ONNX's operator LinearAttention once, by its reference or by ONNX Runtime."""
     reason = f"{engine} is not installed"

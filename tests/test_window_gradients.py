@@ -12,9 +12,10 @@ import pytest
 from numpy.testing import assert_allclose
 
 import linattn
-from tests import dense_oracle
 from tests.attentions import full_and_causal, maps
+from tests.option_draws import Case
 from tests.pairs import DIM, tokens
+from tests.test_fuzz_options import check_gradient
 
 MAPS = {**maps(DIM, 8, "positive", "hyperbolic"), **maps(DIM, 64, "trigonometric")}
 
@@ -67,19 +68,6 @@ BESIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rule", BESIDE)
 def test_gradients_beside_every_rule_are_those_of_the_dense_formula(rule, window, sinks):
     """By a complex step along one direction; the rules were refused once."""
-    rng = np.random.default_rng(0)
-    arrays = list(rng.standard_normal((3, 2, 40, DIM)))
-    phi, options = MAPS["positive"], {"exact_window": window, "sinks": sinks}
-    options |= BESIDE[rule]
-    out, pullback = linattn.linear_attention_vjp(*arrays, phi, chunk_size=16, **options)
-    cotangent = rng.standard_normal(out.shape)
-    found = pullback(cotangent)
-    points = [*arrays, *([options["log_decay"]] if "log_decay" in options else [])]
-    for i, (point, gradient) in enumerate(zip(points, found, strict=True)):
-        direction = rng.standard_normal(np.shape(point))
-        moved = np.asarray(point) + 1e-30j * direction
-        query, key, value = (moved if i == j else x for j, x in enumerate(arrays))
-        given = options | ({"log_decay": moved} if i == 3 else {})
-        want = dense_oracle.evaluate(query, key, value, phi, **given).output
-        want = 1e30 * np.imag((cotangent * want).sum())
-        assert_allclose((gradient * direction).sum(), want, rtol=1e-10, atol=1e-10)
+    arrays = np.random.default_rng(0).standard_normal((3, 2, 40, DIM))
+    options = {"exact_window": window, "sinks": sinks, "chunk_size": 16, **BESIDE[rule]}
+    assert check_gradient(Case(0, "linear", *arrays, MAPS["positive"], options)) == "compared"
