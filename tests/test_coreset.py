@@ -299,20 +299,6 @@ def test_the_past_does_not_depend_on_the_future(which, number, t):
         assert np.max(np.abs(other - out)[:, t]) > 1e-6
 
 
-def test_later_nan_in_every_library(xp):
-    query, key, value = tokens(8, 2)
-    out = CoresetAttention(4, block_size=4, rng=0).extend(query, key, value)
-    value[0, 6, 0] = np.nan
-    key[1, 5] = np.nan
-    with_nan = CoresetAttention(4, block_size=4, rng=0).extend(
-        *(xp.array(a) for a in (query, key, value))
-    )
-    nan = np.zeros(out.shape, dtype=bool)
-    nan[0, 6:, 0] = True
-    nan[1, 5:] = True
-    assert_allclose(xp.numpy(with_nan), np.where(nan, np.nan, out), rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_queries_that_are_not_finite_leave_the_statistics_alone(number):
     query, key, value = tokens(50)

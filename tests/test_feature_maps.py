@@ -113,21 +113,6 @@ def test_known_variances(feature_map, answer):
         assert_allclose(more.variance(X, Y), [[answer / 7]], rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("feature_map", "answer"),
-    [
-        (made(PositiveFeatures, 4, "orthogonal"), 1.05127109637602404),
-        (made(HyperbolicFeatures, 8, "orthogonal"), 1.05127109637602404),
-        (made(TrigonometricFeatures, 8, "orthogonal"), 1.05127109637602404),
-        (made(ActivationFeatures, 4, "orthogonal", epsilon=0.0), 0.0879618343626441924),
-        (made(ActivationFeatures, 4, "orthogonal", epsilon=0.001), 0.0885131685535285539),
-    ],
-    ids=lambda p: repr(p) if not isinstance(p, float) else "",
-)
-def test_known_kernels(feature_map, answer):
-    assert_allclose(feature_map.kernel(X, Y), [[answer]], rtol=1e-10)
-
-
 # Formulas by hand -------------------------------------------------------------------------------
 
 
