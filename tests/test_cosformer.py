@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.cosformer import CosformerFeatures
-from tests.attentions import assert_at_most, full_and_causal
+from tests.attentions import assert_at_most, full_and_causal, masked
 
 LENGTH, MAX_LENGTH, DIM, VALUE_DIM = 13, 17, 5, 3
 SCALE = 2.0
@@ -16,14 +16,10 @@ PHI = CosformerFeatures(DIM, max_length=MAX_LENGTH, scale=SCALE)
 
 
 def inputs(seed=0, length=LENGTH):
-    """Query, key and value that float32 holds exactly, and a mask; one query has no feature."""
-    rng = np.random.default_rng(seed)
-    shapes = [(2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM)]
-    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
-    arrays[0][0, 3] = -np.abs(arrays[0][0, 3])
-    mask = rng.random((2, length)) < 0.7
-    mask[:, 0] = False
-    return *arrays, mask
+    """One query has no feature."""
+    query, *others = masked(length, DIM, VALUE_DIM, seed=seed)
+    query[0, 3] = -np.abs(query[0, 3])
+    return query, *others
 
 
 def kernel(query, key, first_query=0):

@@ -29,7 +29,7 @@ from linattn.feature_maps import (
     TrigonometricFeatures,
 )
 from linattn.typing import Features
-from tests.attentions import assert_at_most
+from tests.attentions import assert_at_most, normals
 from tests.every_map import EVERY, ignored
 
 SOFTMAX_MAPS = [PositiveFeatures, HyperbolicFeatures, TrigonometricFeatures]
@@ -58,11 +58,6 @@ MAPS = {
     "relu": ReluFeatures(4),
 }
 each_map = pytest.mark.parametrize("name", MAPS)
-
-
-def inputs(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal(shape) for shape in shapes)
 
 
 def rows_of(cls, columns):
@@ -149,7 +144,7 @@ def by_hand(feature_map, x):
 @pytest.mark.parametrize("name", [n for n in MAPS if n != "heads"])
 def test_features_and_estimate_by_hand(name):
     feature_map = MAPS[name]
-    x, y = inputs((3, 4), (5, 4))
+    x, y = normals((3, 4), (5, 4))
     expected = np.array([by_hand(feature_map, row) for row in x])
     for side in ("query", "key"):
         assert_allclose(phi(feature_map, x, side), expected, rtol=1e-13)
@@ -169,7 +164,7 @@ def map_rows(feature_map, y):
 
 def test_heads_have_projections_of_their_own():
     feature_map = MAPS["heads"]
-    x, y = inputs((3, 4), (2, 5, 4))
+    x, y = normals((3, 4), (2, 5, 4))
     estimate = feature_map.estimate(x, y)
     assert estimate.shape == (2, 3, 5)
     for head in range(2):
@@ -314,7 +309,7 @@ def test_empirical_variance_is_the_closed_form(cls, sampler):
 def test_the_scale_is_that_of_the_logits(cls):
     assert cls(16, rng=0).scale == 0.25
     assert cls.from_projection(np.ones((3, 16))).scale == 0.25
-    x, y = inputs((3, 4), (5, 4))
+    x, y = normals((3, 4), (5, 4))
     unit, scaled = cls(4, 8, scale=1.0, rng=0), cls(4, 8, scale=0.3, rng=0)
     root = math.sqrt(0.3)
     assert_array_equal(unit.projection, scaled.projection)
@@ -335,7 +330,7 @@ def test_the_scale_is_that_of_the_logits(cls):
 )
 def test_other_maps_scale_both_sides_by_its_root(make):
     assert make(1.0).scale == 1.0
-    x, y = inputs((3, 4), (5, 4))
+    x, y = normals((3, 4), (5, 4))
     root = math.sqrt(2.5)
     assert_allclose(phi(make(2.5), x), phi(make(1.0), root * x), rtol=1e-14)
     for what in ("kernel", "variance"):
@@ -386,7 +381,7 @@ def test_coordinate_maps_take_any_dim_or_one(cls):
     free, fixed = cls(), cls(4)
     assert (free.dim, free.num_features) == (None, None)
     assert (fixed.dim, fixed.num_features) == (4, 4)
-    (x,) = inputs((3, 4))
+    (x,) = normals((3, 4))
     assert_array_equal(phi(free, x), phi(fixed, x))
     assert phi(free, x[:, :3]).shape == (3, 3)
     with pytest.raises(ValueError, match=r"x must have 4 coordinates.*\(3, 3\)"):
@@ -398,7 +393,7 @@ def test_coordinate_maps_take_any_dim_or_one(cls):
 @each_map
 def test_inputs_that_are_refused(name):
     feature_map = MAPS[name]
-    x, y = inputs((3, 4), (5, 4))
+    x, y = normals((3, 4), (5, 4))
     for call in (feature_map.query_features, feature_map.key_features):
         with pytest.raises(TypeError, match="x must be an array"):
             call([[1.0, 2.0, 3.0, 4.0]])
@@ -516,7 +511,7 @@ def test_from_projection(cls):
     given_rows = cls.from_projection(drawn.projection, scale=1.0)
     assert given_rows == drawn
     assert given_rows.sampler is None
-    x, y = inputs((3, 4), (5, 4))
+    x, y = normals((3, 4), (5, 4))
     assert_array_equal(given_rows.estimate(x, y), drawn.estimate(x, y))
     assert_array_equal(given_rows.kernel(x, y), drawn.kernel(x, y))
     with pytest.raises(NotImplementedError, match="sampler=None, of which nothing is known"):
@@ -553,7 +548,7 @@ def test_log_weights_that_are_refused(cls, weights):
 
 @each_softmax_map
 def test_log_weights_weigh_the_rows(cls):
-    rows, x, y = inputs((5, 4), (3, 4), (2, 4))
+    rows, x, y = normals((5, 4), (3, 4), (2, 4))
     log_weights = np.linspace(-2, 1, 5)
     weighted = cls.from_projection(rows, log_weights=log_weights).estimate(x, y)
     singles = [cls.from_projection(row[None]).estimate(x, y) for row in rows]
@@ -575,7 +570,7 @@ def test_an_activation_of_the_users(sampler):
     feature_map = ActivationFeatures(
         4, activation=softplus, epsilon=0.1, scale=2.0, sampler=sampler, rng=0
     )
-    x, y = inputs((30, 4), (30, 4))
+    x, y = normals((30, 4), (30, 4))
     root = math.sqrt(2.0)
     if sampler is None:
         expected = softplus(root * x) + 0.1
@@ -735,7 +730,7 @@ ALONE = {"rotated", "softmax"}
 @pytest.mark.parametrize("name", EVERY)
 def test_namespace_dtype_and_device_are_kept(xp, name):
     feature_map = EVERY[name]
-    host = [a.astype(np.float32).astype(np.float64) for a in inputs((2, 3, 4), (2, 5, 4))]
+    host = [a.astype(np.float32).astype(np.float64) for a in normals((2, 3, 4), (2, 5, 4))]
     x, y = (xp.array(a, "float32") for a in host)
     # A float32 estimate is off by rounding of its terms, and of what cancels inside of them.
     features = [np.abs(phi(feature_map, host[0])), np.abs(phi(feature_map, host[1], "key"))]
@@ -785,7 +780,7 @@ CLOSED = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_all_pairs_and_leading_axes(name):
-    x, y = inputs((2, 1, 3, 4), (5, 7, 4))
+    x, y = normals((2, 1, 3, 4), (5, 7, 4))
     for what in (CLOSED[name].kernel, CLOSED[name].variance, CLOSED[name].mean):
         together = what(x, y)
         assert together.shape == (2, 5, 3, 7)
@@ -795,7 +790,7 @@ def test_all_pairs_and_leading_axes(name):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_dtypes_are_kept(xp, dtype):
     feature_map = MAPS["positive"]
-    x, y = (xp.array(0.3 * a, dtype) for a in inputs((3, 4), (2, 5, 4)))
+    x, y = (xp.array(0.3 * a, dtype) for a in normals((3, 4), (2, 5, 4)))
     for what in ("kernel", "estimate", "variance"):
         xp.assert_like(getattr(feature_map, what)(x, y), x, shape=(2, 3, 5))
     accumulated = "float64" if dtype == "float64" else "float32"
@@ -847,7 +842,7 @@ class AsManyAsCoordinates:
 @pytest.mark.parametrize("generic", [False, True], ids=["backends", "generic"])
 @pytest.mark.parametrize("mine", [Values(8), AsManyAsCoordinates()], ids=["values", "log"])
 def test_a_map_of_the_users_works_everywhere(mine, generic):
-    query, key, value = inputs((2, 150, 4), (2, 150, 4), (2, 150, 3))
+    query, key, value = normals((2, 150, 4), (2, 150, 4), (2, 150, 3))
     mask = np.arange(150) % 7 != 0
 
     def run():

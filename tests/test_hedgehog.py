@@ -8,7 +8,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.hedgehog import HedgehogFeatures
-from tests.attentions import full_and_causal
+from tests.attentions import full_and_causal, masked
 
 HEADS, LENGTH, DIM, ROWS, VALUE_DIM = 2, 13, 4, 3, 5
 
@@ -32,13 +32,7 @@ every_map = pytest.mark.parametrize("name", MAPS)
 
 
 def inputs(seed=0):
-    """Query, key and value that float32 holds exactly; a mask with a masked first key."""
-    rng = np.random.default_rng(seed)
-    shapes = [(HEADS, LENGTH, DIM), (HEADS, LENGTH, DIM), (HEADS, LENGTH, VALUE_DIM)]
-    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
-    mask = rng.random((HEADS, LENGTH)) < 0.7
-    mask[:, 0] = False
-    return *arrays, mask
+    return masked(LENGTH, DIM, VALUE_DIM, seed=seed)
 
 
 def exponentials(x, weights, bias):

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn.feature_maps.polynomial import PolynomialFeatures, TaylorFeatures
-from tests.attentions import assert_at_most, full_and_causal
+from tests.attentions import assert_at_most, full_and_causal, masked
 
 DIM, LENGTH, VALUE_DIM = 5, 13, 3
 SCALE = 0.7
@@ -46,14 +46,8 @@ COLUMNS = {
 every_kernel = pytest.mark.parametrize("name", KERNELS)
 
 
-def inputs(seed=0, size=1.0):
-    """Query, key and value that float32 holds exactly; a mask with a masked first key."""
-    rng = np.random.default_rng(seed)
-    shapes = [(2, LENGTH, DIM), (2, LENGTH, DIM), (2, LENGTH, VALUE_DIM)]
-    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
-    mask = rng.random((2, LENGTH)) < 0.7
-    mask[:, 0] = False
-    return size * arrays[0], size * arrays[1], arrays[2], mask
+def inputs(seed=0):
+    return masked(LENGTH, DIM, VALUE_DIM, seed=seed)
 
 
 def attend(arrays, feature_map, **options):

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from linattn.reference import kernel_attention, kernel_sums, softmax_attention
 from linattn.typing import Features
+from tests.attentions import normals
 
 METHODS = ["softmax", "kernel", "positive map", "signed map"]
 
@@ -95,11 +96,6 @@ def signed_weight(q, k):
     return scale * sum(math.cos(a - b) for a, b in zip(q, k, strict=True))
 
 
-def inputs(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal(shape) for shape in shapes)
-
-
 @pytest.mark.parametrize(
     ("method", "weight"),
     [
@@ -128,7 +124,7 @@ def test_equals_plain_loops(draws, method, weight, data):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_signed_sums_equal_plain_loops(is_causal):
-    query, key, value = inputs((2, 5, 3), (2, 5, 3), (2, 5, 2))
+    query, key, value = normals((2, 5, 3), (2, 5, 3), (2, 5, 2))
     mask = np.array([[True, False, True, True, True], [False, True, True, True, False]])
     sums = kernel_sums(query, key, value, Map(signed), is_causal=is_causal, key_mask=mask)
     rows = [(h, i) for h in range(2) for i in range(5)]
@@ -152,7 +148,7 @@ def test_signed_sums_equal_plain_loops(is_causal):
 
 
 def test_sums_of_a_kernel_are_on_their_own_scale():
-    query, key, value = inputs((4, 3), (7, 3), (7, 2))
+    query, key, value = normals((4, 3), (7, 3), (7, 2))
     weights = np.sin(query @ key.T)
     sums = kernel_sums(query, key, value, lambda x, y: np.sin(x @ y.mT))
     assert_array_equal(sums.log_scale, 0)
@@ -183,7 +179,7 @@ def test_known_answers():
 @pytest.mark.parametrize("offset", [-1e4, 0.0, 1e4])
 def test_features_may_span_any_range(offset):
     # phi_r(q) phi_r(k) = exp(x_r + y_r): huge on one side, tiny on the other, different for each r.
-    query, key, value = inputs((5, 3), (6, 3), (6, 2))
+    query, key, value = normals((5, 3), (6, 3), (6, 2))
     gauge = np.array([1e4, 0.0, -1e4])
     shifted = Map(lambda x: (x + gauge, None), lambda y: (y - gauge + offset, None))
     plain = Map(lambda x: (x, None))
@@ -217,7 +213,7 @@ def test_large_logits_are_finite():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_masked_keys_and_values_leave_no_trace(method, bad):
-    query, key, value = inputs((2, 6, 3), (2, 6, 3), (2, 6, 2))
+    query, key, value = normals((2, 6, 3), (2, 6, 3), (2, 6, 2))
     mask = np.array([[True, True, False, True, False, True], [True] * 4 + [False] * 2])
     for options in ({}, {"is_causal": True}):
         clean = attend(method, query, key, value, key_mask=mask, **options)
@@ -244,7 +240,7 @@ def test_kernels_never_see_what_is_masked():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_without_a_visible_key_are_zero(method):
-    query, key, value = inputs((3, 4, 2), (3, 4, 2), (3, 4, 5))
+    query, key, value = normals((3, 4, 2), (3, 4, 2), (3, 4, 5))
     mask = np.ones((3, 4), dtype=bool)
     mask[0], mask[1, :2] = False, False
     out = attend(method, query, key, value, key_mask=mask, is_causal=True)
@@ -262,9 +258,9 @@ def test_sums_of_an_empty_row():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_empty_axes(method):
-    assert attend(method, *inputs((0, 2), (3, 2), (3, 4))).shape == (0, 4)
-    assert attend(method, *inputs((0, 5, 2), (0, 3, 2), (0, 3, 4))).shape == (0, 5, 4)
-    assert attend(method, *inputs((5, 2), (3, 2), (3, 0))).shape == (5, 0)
+    assert attend(method, *normals((0, 2), (3, 2), (3, 4))).shape == (0, 4)
+    assert attend(method, *normals((0, 5, 2), (0, 3, 2), (0, 3, 4))).shape == (0, 5, 4)
+    assert attend(method, *normals((5, 2), (3, 2), (3, 0))).shape == (5, 0)
 
 
 def test_zero_denominators_give_zero_and_nan_stays():
@@ -279,7 +275,7 @@ def test_zero_denominators_give_zero_and_nan_stays():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_nan_reaches_the_rows_that_see_it_and_no_other(method, where):
-    query, key, value = inputs((2, 6, 3), (2, 6, 3), (2, 6, 2))
+    query, key, value = normals((2, 6, 3), (2, 6, 3), (2, 6, 2))
     clean = attend(method, query, key, value, is_causal=True)
     {"key": key, "value": value}[where][1, 3, 0] = np.nan
     out = attend(method, query, key, value, is_causal=True)
@@ -293,7 +289,7 @@ def test_nan_reaches_the_rows_that_see_it_and_no_other(method, where):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_query_spoils_its_own_row(method, bad):
-    query, key, value = inputs((6, 3), (6, 3), (6, 2))
+    query, key, value = normals((6, 3), (6, 3), (6, 2))
     clean = attend(method, query, key, value)
     query[2, 1] = bad
     with np.errstate(all="ignore"):
@@ -303,7 +299,7 @@ def test_a_bad_query_spoils_its_own_row(method, bad):
 
 
 def test_a_map_may_bring_heads_of_its_own():
-    query, key, value = inputs((4, 2), (5, 2), (5, 3))
+    query, key, value = normals((4, 2), (5, 2), (5, 3))
     per_head = np.array([1.0, 2.0, 3.0])[:, None, None]
     out = kernel_attention(query, key, value, Map(lambda x: (per_head * x, None)))
     assert out.shape == (3, 4, 3)
@@ -315,7 +311,7 @@ def test_a_map_may_bring_heads_of_its_own():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, ">f8", np.int64, np.longdouble])
 def test_always_float64(method, dtype):
-    arrays = [(4 * a).astype(dtype) for a in inputs((4, 2), (5, 2), (5, 3))]
+    arrays = [(4 * a).astype(dtype) for a in normals((4, 2), (5, 2), (5, 3))]
     out = attend(method, *arrays)
     assert out.dtype == np.float64
     assert out.dtype.isnative
@@ -324,7 +320,7 @@ def test_always_float64(method, dtype):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_inputs_are_not_written(method):
-    arrays = inputs((4, 2), (5, 2), (5, 3))
+    arrays = normals((4, 2), (5, 2), (5, 3))
     kept = [a.copy() for a in arrays]
     for array in arrays:
         array.flags.writeable = False
@@ -362,12 +358,12 @@ def test_inputs_are_not_written(method):
 )
 def test_shapes_that_do_not_fit_are_refused(method, shapes, options, message):
     with pytest.raises(ValueError, match=message):
-        attend(method, *inputs(*shapes), **options)
+        attend(method, *normals(*shapes), **options)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_types_that_do_not_fit_are_refused(method):
-    query, key, value = inputs((4, 2), (5, 2), (5, 3))
+    query, key, value = normals((4, 2), (5, 2), (5, 3))
     with pytest.raises(TypeError, match="key: want real numbers, got dtype complex128"):
         attend(method, query, key + 0j, value)
     with pytest.raises(TypeError, match="value: want real numbers, got dtype object"):

@@ -8,20 +8,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.normalized import SoftmaxFeatures
-from tests.attentions import full_and_causal
+from tests.attentions import full_and_causal, masked
 
 LENGTH, DIM, VALUE_DIM = 13, 5, 3
 LEAD = (2,)
 
 
 def inputs(seed=0, length=LENGTH, lead=LEAD):
-    """Query, key and value that float32 holds exactly; a mask with a masked first key."""
-    rng = np.random.default_rng(seed)
-    shapes = [(*lead, length, DIM), (*lead, length, DIM), (*lead, length, VALUE_DIM)]
-    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
-    mask = rng.random((*lead, length)) < 0.7
-    mask[..., 0] = False
-    return *arrays, mask
+    return masked(length, DIM, VALUE_DIM, lead=lead, seed=seed)
 
 
 def softmax(x, axis):

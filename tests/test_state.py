@@ -33,7 +33,7 @@ from linattn.feature_maps import (
     PositiveFeatures,
     TrigonometricFeatures,
 )
-from tests.attentions import OwnMap, makers
+from tests.attentions import OwnMap, makers, normals
 
 MAPS = makers(
     *("positive", "hyperbolic", "activation", "activation-unprojected", "elu", "relu", "own")
@@ -43,13 +43,10 @@ DIM, VALUE_DIM = 6, 3
 every_map = pytest.mark.parametrize("name", MAPS)
 
 
-def inputs(*shapes, seed=0):
-    rng = np.random.default_rng(seed)
-    return tuple(rng.standard_normal(shape) for shape in shapes)
-
-
 def tokens(length, *lead, seed=0):
-    return inputs((*lead, length, DIM), (*lead, length, DIM), (*lead, length, VALUE_DIM), seed=seed)
+    return normals(
+        (*lead, length, DIM), (*lead, length, DIM), (*lead, length, VALUE_DIM), seed=seed
+    )
 
 
 def meaning(state):
