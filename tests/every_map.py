@@ -51,7 +51,6 @@ EVERY: dict[str, Any] = {
     ),
     "relu-scaled": maps.ReluFeatures(DIM, scale=0.5),
 }
-every_map_there_is = pytest.mark.parametrize("name", EVERY)
 ignored = pytest.mark.filterwarnings(
     "ignore:feature_map was fitted", "ignore:.* denominators are negative"
 )

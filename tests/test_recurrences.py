@@ -428,6 +428,39 @@ def test_gradients_keep_their_digits_at_any_decay(rule, by_channel, decay):
             assert abs((ours * direction).sum() - want) <= 1e-12 * largest, name
 
 
+def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
+    """Axes along which an argument was broadcast are summed over."""
+    xp = xp_any_shape
+    a = problem("gated_delta", length=20)
+    a |= {
+        "log_decay": np.full((1, 3, 1), -0.1),
+        "beta": np.linspace(0, 1, 20),
+        "value": a["value"][:, :1],
+        "initial_state": a["initial_state"][0, 0],
+    }
+    full = {
+        "log_decay": np.broadcast_to(a["log_decay"], (2, 3, 20)),
+        "beta": np.broadcast_to(a["beta"], (2, 3, 20)),
+        "value": np.broadcast_to(a["value"], (2, 3, 20, 4)),
+        "initial_state": np.broadcast_to(a["initial_state"], (2, 3, 5, 4)),
+    }
+    arrays = {name: xp.array(array, "float32") for name, array in a.items()}
+    _, pullback = linattn.linear_recurrence_vjp(**arrays, update_rule="gated_delta")
+    _, full_pullback = linattn.linear_recurrence_vjp(**(a | full), update_rule="gated_delta")
+    want = full_pullback(np.ones((2, 3, 20, 4)))
+    got = pullback(xp.array(np.ones((2, 3, 20, 4)), "float32"))
+    sums = [lambda x: x] * 2 + [
+        lambda x: x.sum(axis=1, keepdims=True),
+        lambda x: x.sum(axis=(0, 2), keepdims=True),
+        lambda x: x.sum(axis=(0, 1)),
+        lambda x: x.sum(axis=(0, 1)),
+    ]
+    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+    for name, ours, theirs, total in zip(names, got, want, sums, strict=True):
+        xp.assert_like(ours, arrays[name])
+        assert error(xp.numpy(ours), total(theirs)) < 1e-5
+
+
 @kinds
 def test_gradients_of_packed_sequences(rule, by_channel):
     borders = [0, 7, 7, 21]
