@@ -151,6 +151,17 @@ def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch
     assert_allclose(out / np.float64(size), expected / size, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_blocks_of_far_keys_have_the_bias_of_their_side(is_causal, monkeypatch):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 300, 4))
+    bias = np.random.default_rng(1).standard_normal((2, 9))
+    read_in_runs(monkeypatch, 1500)
+    logits = query @ np.swapaxes(key, -1, -2) / 2 + bias[:, np.clip(offsets(300), -4, 4) + 4]
+    weights = np.exp(np.where(is_causal & (offsets(300) > 0), -np.inf, logits))
+    out = linattn.softmax_attention(query, key, value, is_causal=is_causal, window_bias=bias)
+    assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=0, atol=1e-13)
+
+
 def test_memory_does_not_grow_with_length_or_window():
     peaks = []
     for length, window in ((4096, 64), (16_384, 64), (16_384, 1024)):
