@@ -23,6 +23,7 @@ from linattn.feature_maps import (
     Reparametrized,
     SoftmaxFeatures,
 )
+from linattn.typing import Features, Opaque, Tokens
 from tests import pairs
 from tests.attentions import fetched
 from tests.pairs import DIM, LENGTH, PHI, decays, dense_decay, every_dtype, tokens
@@ -177,6 +178,22 @@ def test_masked_stretches_see_what_has_decayed_far(name, kind, dtype):
     check(out[:, 3:], phi, (query[:, 3:], key, value), dense[:, 3:], dtype)
     after = linattn.read_state(query[:, -1:].astype(dtype), state, phi)
     check(after, phi, (query[:, -1:], key, value), dense[:, -1:], dtype)
+
+
+def test_states_merge_in_their_order():
+    _, key, value = tokens()
+    empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
+    first, second = (
+        linattn.update_state(empty, key[:, rows], value[:, rows], PHI, log_decay=-0.3)
+        for rows in (slice(0, 20), slice(20, None))
+    )
+    one, other = linattn.merge_states(first, second), linattn.merge_states(second, first)
+    read = [linattn.read_state(key, state, PHI) for state in (one, other)]
+    assert np.abs(read[0] - read[1]).max() > 0.01
+    # Without decay a state is neutral on both sides, as the empty one is.
+    for state in (linattn.merge_states(empty, first), linattn.merge_states(first, empty)):
+        assert_allclose(state.kvz, first.kvz)
+        assert_allclose(state.log_decay, first.log_decay)
 
 
 def test_a_saved_state_has_its_decay(tmp_path):
@@ -373,3 +390,41 @@ def test_scalars_of_numpy_are_numbers_in_every_library(xp, number):
 
     for got, want in zip(pulled(number(-0.25)), pulled(-0.25), strict=True):
         assert_array_equal(got, want)
+
+
+class Placed:
+    """Features that depend on where a token stands, and not on differences of positions alone."""
+
+    num_features = 5
+    positive = True
+
+    def query_spec(self, xp: Any, dtype: Any, device: Any) -> Opaque:
+        return Opaque(self.features)
+
+    key_spec = query_spec
+
+    def features(self, given: Tokens) -> Features:
+        at = given.start + np.arange(given.x.shape[-2])
+        return Features(None, np.exp(given.x + np.sin(np.outer(at, np.arange(1, 6)))))
+
+    def query_features(self, x: Any) -> Features:
+        return self.features(Tokens(x, None, 0))
+
+    key_features = query_features
+
+
+@pytest.mark.parametrize("before", [0, 6])
+@pytest.mark.parametrize("chunk_size", [None, 1, 4, 32])
+def test_full_decay_has_the_positions_of_both_sides(chunk_size, before):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 27, 5))
+    phi, given = Placed(), {}
+    if before:
+        state = linattn.init_state(phi, 5, batch_shape=(2,), like=key)
+        given["initial_state"] = state._replace(length=before)
+    out = linattn.linear_attention(
+        query, key, value, phi, log_decay=-0.3, chunk_size=chunk_size, **given
+    )
+    features = (phi.features(Tokens(x, None, before)).values for x in (query, key))
+    i, j = np.ogrid[:27, :27]
+    weights = np.exp(-0.3 * abs(i - j)) * np.einsum("hic,hjc->hij", *features)
+    assert_allclose(out, weights @ value / weights.sum(-1, keepdims=True), rtol=1e-12)
