@@ -657,7 +657,7 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     if decay is not None and decay.ndim < key.ndim:
         decay = decay[..., None]
     read, erase = options.get("read_key"), options.get("erase_key")
-    if read is not None:
+    if read is not None and erase is not None:
         rates = 1.0 if beta is None else beta if beta.ndim == key.ndim else beta[..., None]
         erase, beta = rates * erase, None
     beta = None if beta is None else beta[..., None, None]
@@ -675,7 +675,7 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
         S = nothing + (0 if state is None else state if borders is None else state[n])
         for t in range(a, b):
             gone = 0.0
-            if read is not None:
+            if read is not None and erase is not None:
                 gone = (read[..., t, :, None] * S).sum(-2, keepdims=True) * erase[..., t, :, None]
             if decay is not None:
                 S = S * np.exp(decay[..., t if decay.shape[-2] > 1 else 0, :])[..., None]

@@ -410,7 +410,7 @@ def test_the_pullback_is_the_derivative(rule, by_channel):
 @pytest.mark.parametrize("decay", [0.01, 1.0, 50.0])
 def test_gradients_keep_their_digits_at_any_decay(rule, by_channel, decay):
     """By a complex step through the loop, relative to the largest: those of decays may be e^-50."""
-    rng, grads = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
     a = problem(rule, by_channel, length=11, lead=(2,), decay=decay)
     a["query"] = rng.standard_normal((3, 2, 11, 5))  # several queries of one key
     grads = rng.standard_normal((3, 2, 11, 4)), rng.standard_normal((2, 5, 4))

@@ -27,8 +27,8 @@ def tokens(length=70, seed=0):
 def test_gradients_of_sinks_far_before_the_queries(length, num_keys, phi, options):
     kind = "softmax" if phi is None else "linear"
     options = options | {"is_causal": "lower_right"}
-    arrays = tokens(length)[0], *tokens(num_keys)[1:]
-    assert check_gradient(Case(8, kind, *arrays, phi, options)) == "compared"
+    query, (_, key, value) = tokens(length)[0], tokens(num_keys)
+    assert check_gradient(Case(8, kind, query, key, value, phi, options)) == "compared"
 
 
 @pytest.mark.parametrize(

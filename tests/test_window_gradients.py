@@ -68,6 +68,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rule", BESIDE)
 def test_gradients_beside_every_rule_are_those_of_the_dense_formula(rule, window, sinks):
     """By a complex step along one direction; the rules were refused once."""
-    arrays = np.random.default_rng(0).standard_normal((3, 2, 40, DIM))
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 40, DIM))
     options = {"exact_window": window, "sinks": sinks, "chunk_size": 16, **BESIDE[rule]}
-    assert check_gradient(Case(0, "linear", *arrays, MAPS["positive"], options)) == "compared"
+    case = Case(0, "linear", query, key, value, MAPS["positive"], options)
+    assert check_gradient(case) == "compared"
