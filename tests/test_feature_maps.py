@@ -760,10 +760,16 @@ def test_attention_is_that_of_the_features(xp, name):
     query, key, value = 0.4 * rng.standard_normal((3, 2, 9, 4)) + 0.1
     mask = rng.random((2, 9)) < 0.8
     mask[:, 0] = True
-    arrays: Any = [xp.array(x) for x in (query, key, value)]
+    arrays = [xp.array(x) for x in (query, key, value)]
     for is_causal in {False, feature_map.causal}:
-        out = linattn.linear_attention(
-            *arrays, feature_map, is_causal=is_causal, key_mask=xp.array(mask), chunk_size=4
+        out: Any = linattn.linear_attention(
+            arrays[0],
+            arrays[1],
+            arrays[2],
+            feature_map,
+            is_causal=is_causal,
+            key_mask=xp.array(mask),
+            chunk_size=4,
         )
         xp.assert_like(out, arrays[2])
         options = {"is_causal": is_causal, "key_mask": mask}
