@@ -155,6 +155,22 @@ def inputs(
     return query, key, value
 
 
+def normals(*shapes, seed=0) -> tuple[Any, ...]:
+    """Normal numbers of these shapes, one after the other."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(shape) for shape in shapes)
+
+
+def masked(length, dim, value_dim, *, lead=(HEADS,), seed=0) -> tuple[Any, ...]:
+    """Query, key and value that float32 holds exactly; a mask with a masked first key."""
+    rng = np.random.default_rng(seed)
+    shapes = [(*lead, length, dim), (*lead, length, dim), (*lead, length, value_dim)]
+    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
+    mask = rng.random((*lead, length)) < 0.7
+    mask[..., 0] = False
+    return *arrays, mask
+
+
 def tokens(
     seed=0, *, lead=(HEADS,), length=LENGTH, dtype="float32", dim=DIM, value_dim=VALUE_DIM
 ) -> tuple[Any, Any, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+import linattn
 from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
@@ -64,11 +65,45 @@ def close(got, want, *, tol=2e-6):
 
 
 def states_agree(got, want):
-    """What two states stand for, whatever their scales."""
+    """What two states stand for, whatever their scales, and what else they carry."""
+    assert (got.length, got.fingerprint) == (want.length, want.fingerprint)
+    assert (got.log_decay is None) == (want.log_decay is None)
+    if want.log_decay is not None:
+        close(got.log_decay, want.log_decay)
     finite = np.isfinite(want.log_scale)
     assert_array_equal(np.isfinite(got.log_scale), finite)
     shift = np.where(finite, got.log_scale, 0) - np.where(finite, want.log_scale, 0)
     close(got.kvz * np.exp(shift)[..., None], want.kvz, tol=4e-6)
+
+
+def in_dask(option):
+    """Dask's array of an array, in one chunk; a number, or what is read while building, is one."""
+    if isinstance(option, linattn.State):
+        kvz, log_scale, decay = map(in_dask, (option.kvz, option.log_scale, option.log_decay))
+        return option._replace(kvz=kvz, log_scale=log_scale, log_decay=decay)
+    if isinstance(option, tuple):
+        return tuple(map(in_dask, option))
+    is_array = isinstance(option, np.ndarray) and option.dtype.kind in "fb"
+    return da.from_array(option) if is_array else option
+
+
+def compare(arrays, rows, phi, options=None, *, heads=1, tol=2e-6, chunked=None, **flags):
+    """Assert that a call on chunks gives what it gives in memory; return its lazy results."""
+    maps = [] if phi is None else [phi]
+    attend: Any = linattn.linear_attention if maps else linattn.softmax_attention
+    want = attend(*arrays, *maps, **(options or {}), **flags)
+    chunked = lazily(arrays, rows, heads) if chunked is None else chunked
+    given = {name: in_dask(option) for name, option in (options or {}).items()}
+    with dask.config.set(scheduler=refuse):
+        got = attend(*chunked, *maps, **given, **flags)
+    results, wanted = (x if isinstance(x, tuple) else (x,) for x in (got, want))
+    for one, other in zip(dask.compute(*results), wanted, strict=True):
+        if isinstance(other, linattn.State):
+            states_agree(one, other)
+        else:
+            assert one.dtype == other.dtype
+            close(one, other, tol=tol)
+    return got
 
 
 class Recorded:

@@ -656,6 +656,10 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     decay, beta = (options.get(name) for name in ("log_decay", "beta"))
     if decay is not None and decay.ndim < key.ndim:
         decay = decay[..., None]
+    read, erase = options.get("read_key"), options.get("erase_key")
+    if read is not None and erase is not None:
+        rates = 1.0 if beta is None else beta if beta.ndim == key.ndim else beta[..., None]
+        erase, beta = rates * erase, None
     beta = None if beta is None else beta[..., None, None]
     leads = [x.shape[:-2] for x in (key, value)]
     leads += [] if decay is None else [decay.shape[:-2]]
@@ -670,6 +674,9 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     for n, (a, b) in enumerate(pairwise(starts)):
         S = nothing + (0 if state is None else state if borders is None else state[n])
         for t in range(a, b):
+            gone = 0.0
+            if read is not None and erase is not None:
+                gone = (read[..., t, :, None] * S).sum(-2, keepdims=True) * erase[..., t, :, None]
             if decay is not None:
                 S = S * np.exp(decay[..., t if decay.shape[-2] > 1 else 0, :])[..., None]
             k, v = key[..., t, :, None], value[..., t, None, :]
@@ -677,7 +684,7 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
                 v = v - (k * S).sum(-2, keepdims=True)
             if beta is not None:
                 v = v * beta[..., t if beta.shape[-3] > 1 else 0, :, :]
-            S = S + k * v
+            S = S + k * v - gone
             out = scale * (query[..., t, :, None] * S).sum(-2, keepdims=True)
             rows.append(out + np.zeros((*out_lead, 1, 1)))
             size = max(size, *(float(abs(x).max(initial=0)) for x in (S, out, k * v)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 
 import linattn
 from linattn import reference
@@ -46,16 +46,6 @@ def dense_decay(log_decay, length, *, is_causal=True):
     since = np.cumsum(steps, axis=-1)
     between = since[..., :, None] - since[..., None, :]
     return np.where(offsets(length) > 0, -np.inf if is_causal else -between, between)
-
-
-def dense_window_bias(length, window_bias, far_bias=None):
-    """Bias of every pair by its offset, (..., L, L)."""
-    reach = window_bias.shape[-1] // 2
-    ends = (window_bias[..., 0], window_bias[..., -1]) if far_bias is None else far_bias
-    left, right = (np.asarray(end)[..., None, None] for end in ends)
-    apart = offsets(length)
-    inside = window_bias[..., np.clip(apart, -reach, reach) + reach]
-    return np.where(abs(apart) <= reach, inside, np.where(apart < 0, left, right))
 
 
 def decays(kind, lead, length):
@@ -120,30 +110,3 @@ def check_float32_gradients(arrays, phi, name, weight, **options):
         assert narrow.dtype == np.float32
         # Of a token that reads itself alone the gradient is 0.
         assert np.linalg.norm(wide - narrow) <= 3e-5 * max(float(np.linalg.norm(wide)), 1.0)
-
-
-def check_frameworks(arrays, phi, name, weight, **options):
-    """Gradients by torch, on its own tape too, and by JAX are linattn's."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    from linattn.interop import jax as interop_jax
-    from linattn.interop import torch as interop_torch
-
-    _, pullback = linattn.linear_attention_vjp(*arrays, phi, **{name: weight}, **options)
-    expected = pullback(arrays[0])
-    tensors = [torch.tensor(a, requires_grad=True) for a in (*arrays, weight)]
-    found = []
-    for attend in (interop_torch.linear_attention, linattn.linear_attention):
-        out = attend(*tensors[:3], phi, **{name: tensors[3]}, **options)
-        gradients = torch.autograd.grad(out, tensors, tensors[0].detach())
-        found.append([gradient.numpy() for gradient in gradients])
-
-    def on_jax(query, key, value, weight):
-        given = {name: weight, **options}
-        return interop_jax.linear_attention(query, key, value, phi, **given)
-
-    with jax.enable_x64(True):
-        found.append(jax.jit(lambda *a: jax.vjp(on_jax, *a)[1](a[0]))(*arrays, weight))
-    for gradients in found:
-        for gradient, wanted in zip(gradients, expected, strict=True):
-            assert_allclose(gradient, wanted, atol=1e-10)

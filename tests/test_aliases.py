@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from tests.attentions import (
     LENGTH,
     MAPS,
     VALUE_DIM,
-    assert_equal_and_native,
     every_attention,
     every_map,
     filled_state,
@@ -150,21 +148,6 @@ def test_outputs_alias_no_input_and_inputs_stay(name, dtype, length):
 
 def _identity(u):
     return u
-
-
-@every_map
-def test_earlier_states_of_a_decoder_stay(feature_map):
-    query, key, value = tokens(lead=())
-    decoder = linattn.Decoder(feature_map, state_of(feature_map, like=query))
-    seen = [(decoder.state, copy.deepcopy(decoder.state))]
-    outs = []
-    for token in zip(query, key, value, strict=True):
-        out = decoder.step(*token)
-        outs.append((out, out.copy()))
-        seen.append((decoder.state, copy.deepcopy(decoder.state)))
-    for now, then in (*seen, *outs):
-        assert_equal_and_native(now, then)
-    assert [state.length for state, _ in seen] == list(range(LENGTH + 1))
 
 
 @every_map

@@ -97,18 +97,6 @@ def test_long_sequences_are_linear_and_near(eager, is_causal):
     assert abs(other - output).max() > 0
 
 
-def test_cross_attention(eager):
-    """Queries have no keys of their own, and choose all the same."""
-    query, key, value = clustered(4000)
-    for tolerance in (None, 0.3):
-        output, report = linattn.attention(
-            query[:, :3000], key, value, tolerance=tolerance, rng=0, return_report=True
-        )
-        assert report[:3] == ("landmarks", 64, None)
-        exact = linattn.softmax_attention(query[:, :3000], key, value)
-        assert_array_less(error(output, exact), 0.1)
-
-
 def test_masked_tokens_change_nothing():
     query, key, value = clustered(2600)
     mask = np.arange(2600) < 2500
@@ -167,23 +155,6 @@ def test_landmarks_are_fitted_to_the_keys_that_weigh():
     bias = np.where(weighs, 0.0, -25.0)
     output = linattn.attention(query, key, value, key_bias=bias, tolerance=None, rng=0)
     assert error(output, linattn.softmax_attention(query, key, value, key_bias=bias)) < 1e-6
-
-
-@pytest.mark.parametrize("shape", [(2500,), (2, 2500), (1, 2500)])
-def test_every_shape_of_mask(shape):
-    query, key, value = clustered(2500)
-    mask = np.random.default_rng(0).random(shape) < 0.9
-    options: Any = dict(tolerance=None, rng=0)
-    output, report = linattn.attention(
-        query, key, value, key_mask=mask, **options, return_report=True
-    )
-    assert report.method == "landmarks"
-    exact = linattn.softmax_attention(query, key, value, key_mask=mask)
-    assert_array_less(error(output, exact), 0.2)
-    grouped = linattn.attention(
-        query, key[:1], value[:1], key_mask=mask[..., :1, :] if mask.ndim > 1 else mask, **options
-    )
-    assert grouped.shape == query.shape
 
 
 @full_and_causal
@@ -321,7 +292,7 @@ def test_keys_that_few_are_like_are_not_missed(given):
         key[:, 500:600] = np.nan
     options: dict[str, Any] = {} if given is None else {given: weights}
     options |= {"tolerance": None, "return_report": True}
-    for seed in range(6):
+    for seed in range(3):
         _, report = linattn.attention(query, key, value, rng=seed, **options)
         assert report.method == "landmarks"
         assert report.error[0] < 0.02
@@ -688,8 +659,10 @@ def test_unequal_lengths_are_not_sent_to_an_option_that_is_refused(name):
 
 
 @full_and_causal
-@pytest.mark.parametrize("tolerance", [0.1, None])
-@pytest.mark.parametrize("what", ["nan_query", "nan_key", "nan_value", "inf_value"])
+@pytest.mark.parametrize(
+    ("what", "tolerance"),
+    [("nan_query", 0.1), ("nan_key", None), ("nan_value", 0.1), ("inf_value", None)],
+)
 def test_a_head_that_is_not_finite_is_exact_and_no_other_is(eager, is_causal, tolerance, what):
     query, key, value = clustered(3000, heads=3, dtype=np.float32)
     of = {"query": query, "key": key, "value": value}
@@ -756,38 +729,32 @@ def test_weights_far_from_those_of_clusters_warn_of_nothing():
     assert curve.error[1] < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("pattern", "number"),
-    [
-        (r"at least (\d+) and at most \d+, and as many more", _costs.MIN_HELD_OUT),
-        (r"at most (\d+), and as many more", _costs.MAX_HELD_OUT),
-        (r"tried with (\d+) clusters", _costs.MIN_FEATURES),
-        (r"of any head is above ([\d.]+): it says", automatic.MIN_ERROR_OF_WARNING),
-        (r"With a probability of ([\d.]+) a head", _curves.PROBABILITY),
-        (r"no more than ([\d.]+) of the time of exact", _costs.MAX_SEARCH),
-        (r"(\d+) of them exact, whatever", _search.UNCHECKED),
-        (r"up to (\d+) \[exact clusters\]", max(_search.LEVELS)),
-    ],
-)
-def test_the_page_tells_the_numbers_of_the_code(pattern, number):
+NUMBERS = [
+    (_costs.MIN_HELD_OUT, r"at least (\d+) and at most \d+, and as", r"at least (\d+) and at most"),
+    (_costs.MAX_HELD_OUT, r"at most (\d+), and as many more", r"and at most (\d+) a head"),
+    (_costs.MIN_FEATURES, r"tried with (\d+) clusters", r"Heads are tried with m = (\d+)"),
+    (
+        automatic.MIN_ERROR_OF_WARNING,
+        r"of any head is above ([\d.]+): it says",
+        r"the estimated error of a head is above ([\d.]+)\.",
+    ),
+    (
+        _curves.PROBABILITY,
+        r"a probability of ([\d.]+) a head",
+        r"kept with probability ([\d.]+) for",
+    ),
+    (_costs.MAX_SEARCH, r"no more than ([\d.]+) of the time of", r"at most ([\d.]+) of the time"),
+    (_search.UNCHECKED, r"(\d+) of them exact, whatever", None),
+    (max(_search.LEVELS), r"up to (\d+) \[exact clusters\]", r"up to (\d+) exact clusters"),
+]
+
+
+@pytest.mark.parametrize(("number", "of_page", "of_docstring"), NUMBERS)
+def test_the_page_and_the_docstring_tell_the_numbers_of_the_code(number, of_page, of_docstring):
     page = (Path(__file__).parents[1] / "docs/attention.md").read_text()
-    assert_allclose(told(pattern, page), number, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "number"),
-    [
-        (r"at least (\d+) and at most \d+ a head", _costs.MIN_HELD_OUT),
-        (r"and at most (\d+) a head", _costs.MAX_HELD_OUT),
-        (r"kept with probability ([\d.]+) for", _curves.PROBABILITY),
-        (r"the estimated error of a head is above ([\d.]+)\.", automatic.MIN_ERROR_OF_WARNING),
-        (r"Heads are tried with m = (\d+)", _costs.MIN_FEATURES),
-        (r"up to (\d+) exact clusters", max(_search.LEVELS)),
-        (r"at most ([\d.]+) of the time", _costs.MAX_SEARCH),
-    ],
-)
-def test_the_docstring_tells_the_numbers_of_the_code(pattern, number):
-    assert_allclose(told(pattern, linattn.attention.__doc__), number, rtol=1e-12)
+    assert_allclose(told(of_page, page), number, rtol=1e-12)
+    if of_docstring is not None:
+        assert_allclose(told(of_docstring, linattn.attention.__doc__), number, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every cache is in the table of docs/design.md, and one function clears them all."""
 
 import ast
+import functools
 import re
 import sys
 import threading
@@ -23,7 +24,7 @@ def is_cache(node):
     if isinstance(node, ast.FunctionDef):
         return any("cache" in ast.unparse(decorator) for decorator in node.decorator_list)
     value = getattr(node, "value", None)
-    text = "" if value is None else ast.unparse(value)
+    text = ast.unparse(value) if isinstance(value, ast.Call | ast.Dict) else ""
     stores = ("WeakKeyDictionary(", "WeakValueDictionary(", "threading.local(", "ContextVar('last")
     return text == "{}" or text.startswith(stores)
 
@@ -34,14 +35,17 @@ def name_of(node):
     return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
 
 
+@functools.cache
 def caches():
     """Names of all caches in the sources, module by module."""
+    found = []
     for root in (ROOT, ROOT / "backends"):
         for path in sorted(root.glob("linattn*/**/*.py")):
             module = ".".join(path.relative_to(root).with_suffix("").parts)
             for node in ast.parse(path.read_text()).body:
                 if is_cache(node):
-                    yield f"{module}.{name_of(node)}"
+                    found.append(f"{module}.{name_of(node)}")
+    return found
 
 
 def test_the_table_lists_every_cache():

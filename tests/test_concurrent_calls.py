@@ -65,22 +65,6 @@ def test_eight_threads_share_one_state(feature_map):
     assert_equal_and_native(state, kept)
 
 
-def test_settings_hold_for_one_thread_only():
-    seen = {}
-
-    def work():
-        with linattn.config() as settings:
-            seen["inside"] = settings.num_threads
-
-    with linattn.config(num_threads=3):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        with linattn.config() as settings:
-            assert settings.num_threads == 3
-    assert seen["inside"] is None
-
-
 FORK = """
 import os, signal, threading
 import numpy as np

@@ -266,17 +266,22 @@ def test_the_docs_list_every_function_of_the_contract():
 # Feature maps -----------------------------------------------------------------------------------
 
 
+def named(node):
+    """Name of a variable or attribute, "" for what has none."""
+    return getattr(node, "attr", None) or getattr(node, "id", "")
+
+
 def read_of_maps():
     """Attributes that the code reads of an object that it calls `feature_map`, and where."""
     found: dict[str, list[str]] = {}
     for path in sorted((ROOT / "linattn").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name: object = None
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("feature_map"):
+            if isinstance(node, ast.Attribute) and named(node.value).endswith("feature_map"):
                 name = node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            elif isinstance(node, ast.Call) and named(node.func) in ("getattr", "hasattr"):
                 of, what = node.args[0], node.args[1]
-                if ast.unparse(of).endswith("feature_map") and isinstance(what, ast.Constant):
+                if named(of).endswith("feature_map") and isinstance(what, ast.Constant):
                     name = what.value
             if isinstance(name, str) and not name.startswith("_"):
                 found.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import linattn
 from linattn.feature_maps.cosformer import CosformerFeatures
-from tests.attentions import assert_at_most, full_and_causal
+from tests.attentions import assert_at_most, full_and_causal, masked
 
 LENGTH, MAX_LENGTH, DIM, VALUE_DIM = 13, 17, 5, 3
 SCALE = 2.0
@@ -18,14 +16,10 @@ PHI = CosformerFeatures(DIM, max_length=MAX_LENGTH, scale=SCALE)
 
 
 def inputs(seed=0, length=LENGTH):
-    """Query, key and value that float32 holds exactly, and a mask; one query has no feature."""
-    rng = np.random.default_rng(seed)
-    shapes = [(2, length, DIM), (2, length, DIM), (2, length, VALUE_DIM)]
-    arrays = [rng.standard_normal(s).astype(np.float32).astype(np.float64) for s in shapes]
-    arrays[0][0, 3] = -np.abs(arrays[0][0, 3])
-    mask = rng.random((2, length)) < 0.7
-    mask[:, 0] = False
-    return *arrays, mask
+    """One query has no feature."""
+    query, *others = masked(length, DIM, VALUE_DIM, seed=seed)
+    query[0, 3] = -np.abs(query[0, 3])
+    return query, *others
 
 
 def kernel(query, key, first_query=0):
@@ -112,31 +106,6 @@ def test_features_are_not_negative_and_are_the_kernel(xp):
     values = xp.numpy(features.values)
     assert PHI.positive
     assert_at_most(0, values)
-
-
-def test_without_position_it_would_be_relu():
-    query, key, value, _ = inputs(8)
-    wide = CosformerFeatures(DIM, max_length=10**9)
-    relu = linattn.feature_maps.ReluFeatures()
-    expected = linattn.linear_attention(query, key, value, relu)
-    assert_allclose(linattn.linear_attention(query, key, value, wide), expected, atol=1e-13)
-    assert np.abs(linattn.linear_attention(query, key, value, PHI) - expected).max() > 1e-3
-
-
-def test_maps_are_values():
-    assert repr(PHI) == "CosformerFeatures(dim=5, max_length=17, scale=2.0)"
-    twin = pickle.loads(pickle.dumps(PHI))
-    assert twin == PHI
-    assert hash(twin) == hash(PHI)
-    assert twin.fingerprint() == PHI.fingerprint()
-    for other in (
-        CosformerFeatures(DIM, max_length=MAX_LENGTH),
-        CosformerFeatures(DIM, max_length=18, scale=SCALE),
-    ):
-        assert other != PHI
-        assert other.fingerprint() != PHI.fingerprint()
-    with pytest.raises(AttributeError, match="immutable"):
-        PHI.max_length = 18
 
 
 @pytest.mark.parametrize(

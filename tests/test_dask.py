@@ -19,6 +19,7 @@ from linattn.feature_maps import (
     LandmarkFeatures,
     PositiveFeatures,
 )
+from tests.attentions import full_and_causal
 from tests.dask_arrays import (
     MAPS,
     D,
@@ -27,6 +28,8 @@ from tests.dask_arrays import (
     assert_reads_are_fused,
     chunkings,
     close,
+    compare,
+    in_dask,
     lazily,
     one_thread,
     recorded,
@@ -43,7 +46,7 @@ __all__ = ["one_thread"]
 attend: Any = linattn.linear_attention
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 @pytest.mark.parametrize("tolerance", [None, 0.3])
 def test_attention_that_chooses_is_exact_and_lazy(is_causal, tolerance):
     arrays = tokens(2560)
@@ -58,40 +61,32 @@ def test_attention_that_chooses_is_exact_and_lazy(is_causal, tolerance):
 # Right for any chunks -----------------------------------------------------------------------------
 
 
+def earlier(phi, seed=1, **options):
+    """A state of twenty tokens."""
+    return attend(*tokens(20, seed=seed), phi, return_state=True, **options)[1]
+
+
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), masked=st.booleans(), streamed=st.booleans())
 def test_any_chunks_give_the_call_in_memory(name, is_causal, data, seed, masked, streamed):
     length = data.draw(st.integers(0, 60), "length")
     rows = data.draw(chunkings(length), "rows")
     heads = data.draw(st.sampled_from([1, 2]), "heads in a chunk")
-    arrays, phi = tokens(length, seed=seed), MAPS[name]
-    rng = np.random.default_rng(seed)
-    options: dict[str, Any] = {}
+    rng, options = np.random.default_rng(seed), dict[str, Any]()
     if masked:
         options["key_mask"] = rng.random(length) < 0.7
         options["key_bias"] = rng.standard_normal((1, length)).astype(np.float32)
-    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
     if streamed:
-        earlier = tokens(20, seed=seed + 1)
-        state = attend(*earlier, phi, return_state=True)[1]
-        options["initial_state"] = state
-        kvz, log_scale = map(da.from_array, (state.kvz, state.log_scale))
-        lazy["initial_state"] = linattn.State(kvz, log_scale, state.length, state.fingerprint)
+        options["initial_state"] = earlier(MAPS[name], seed + 1)
     flags: Any = {"is_causal": is_causal, "return_state": True, "return_log_normalizer": True}
-    want = attend(*arrays, phi, **options, **flags)
-    got = attend(*lazily(arrays, rows, heads), phi, **lazy, **flags)
+    arrays = tokens(length, seed=seed)
+    got = compare(arrays, rows, MAPS[name], options, heads=heads, **flags)
     assert got[0].chunks == (((1, 1) if heads == 1 else (2,)), rows, (E,))
-    output, state, norm = dask.compute(*got)
-    close(output, want[0])
-    close(norm, want[2])
-    assert state.length == want[1].length
-    assert state.fingerprint == want[1].fingerprint
-    states_agree(state, want[1])
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 @settings(max_examples=5, deadline=None)
 @given(data=st.data(), leads=st.sampled_from([((), (3,)), ((1,), (3,)), ((2, 1), (2, 3))]))
 def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
@@ -124,47 +119,35 @@ def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
 def test_decay_through_any_chunks(data, seed, kind):
     rows = data.draw(chunkings(50), "rows")
     arrays, phi = tokens(50, seed=seed), MAPS["positive"]
-    rng = np.random.default_rng(seed)
     shape = {"all": (), "heads": (2,), "tokens": (2, 50)}[kind]
-    decay = -rng.exponential(0.1, shape)
-    flags: Any = {"is_causal": True, "return_state": True}
-    want = attend(*arrays, phi, log_decay=decay if shape else float(decay), **flags)
-    lazy = da.from_array(decay) if shape else float(decay)
-    got = attend(*lazily(arrays, rows), phi, log_decay=lazy, **flags)
-    output, state = dask.compute(*got)
-    close(output, want[0])
-    close(state.log_decay, want[1].log_decay)
-    after = linattn.update_state(state, arrays[1], arrays[2], phi, log_decay=-0.1)
-    wanted = linattn.update_state(want[1], arrays[1], arrays[2], phi, log_decay=-0.1)
-    close(linattn.read_state(arrays[0], after, phi), linattn.read_state(arrays[0], wanted, phi))
+    decay = -np.random.default_rng(seed).exponential(0.1, shape)
+    options = {"log_decay": decay if shape else float(decay)}
+    _, state = compare(arrays, rows, phi, options, is_causal=True, return_state=True)
+    _, want = attend(*arrays, phi, **options, is_causal=True, return_state=True)
+    states = dask.compute(state)[0], want
+    after = [linattn.update_state(x, arrays[1], arrays[2], phi, log_decay=-0.1) for x in states]
+    close(*(linattn.read_state(arrays[0], x, phi) for x in after))
 
 
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), is_causal=st.booleans())
 def test_softmax_attention_in_any_chunks(data, seed, is_causal):
     length = data.draw(st.integers(1, 40), "length")
-    rows = data.draw(chunkings(length), "rows")
-    arrays, rng = tokens(length, seed=seed), np.random.default_rng(seed)
+    rows, rng = data.draw(chunkings(length), "rows"), np.random.default_rng(seed)
     options: dict[str, Any] = {
         "key_mask": rng.random(length) < 0.7,
         "key_bias": rng.standard_normal((1, length)).astype(np.float32),
     }
-    lazy: dict[str, Any] = {name: da.from_array(array) for name, array in options.items()}
     flags: Any = {"is_causal": is_causal, "return_log_normalizer": True}
-    softmax: Any = linattn.softmax_attention
-    want = softmax(*arrays, **options, **flags)
-    got = softmax(*lazily(arrays, rows), **lazy, **flags)
+    got = compare(tokens(length, seed=seed), rows, None, options, **flags)
     assert tuple(filter(None, got[0].chunks[-2])) == tuple(filter(None, rows))
-    for array, wanted in zip(dask.compute(*got), want, strict=True):
-        close(array, wanted)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@full_and_causal
 def test_softmax_attention_of_half_precision_has_its_dtype(is_causal):
     arrays = tokens(30, dtype=np.float16)
-    output = linattn.softmax_attention(*lazily(arrays, (9, 21)), is_causal=is_causal)
-    assert output.dtype == output.compute().dtype == np.float16
-    close(output.compute(), linattn.softmax_attention(*arrays, is_causal=is_causal), tol=2e-3)
+    output = compare(arrays, (9, 21), None, tol=2e-3, is_causal=is_causal)
+    assert output.dtype == np.float16
 
 
 def window_options(length, window, rng):
@@ -190,94 +173,62 @@ def window_options(length, window, rng):
 KINDS = [*window_options(1, 1, np.random.default_rng(0))]
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_far_keys_have_the_bias_of_their_side(is_causal):
-    arrays = tokens(40)
-    options: Any = {"exact_window": 5, "far_bias": (-1.0, 1.0), "is_causal": is_causal}
-    table = np.linspace(-1, 1, 11, dtype=np.float32)
-    want = attend(*arrays, MAPS["positive"], window_bias=table, **options)
-    got = attend(*lazily(arrays, 10), MAPS["positive"], window_bias=in_one_chunk(table), **options)
-    close(got.compute(), want)
+    options: Any = {"window_bias": np.linspace(-1, 1, 11, dtype=np.float32)}
+    flags: Any = {"exact_window": 5, "far_bias": (-1.0, 1.0), "is_causal": is_causal}
+    compare(tokens(40), 10, MAPS["positive"], options, **flags)
 
 
 @settings(max_examples=6, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), window=st.integers(1, 9), streamed=st.booleans())
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_a_window_through_chunks_of_whole_blocks(is_causal, data, seed, window, streamed):
     kinds = KINDS if is_causal else [kind for kind in KINDS if "decay" not in kind]
     cuts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "blocks")
     rows = (*(window * n for n in cuts), data.draw(st.integers(1, window), "rows of the last"))
-    arrays, rng = tokens(sum(rows), seed=seed), np.random.default_rng(seed)
     kind = data.draw(st.sampled_from(kinds), "kind")
+    rng, phi = np.random.default_rng(seed), MAPS["positive"]
     options: dict[str, Any] = window_options(sum(rows), window, rng)[kind]
-    lazy = {
-        name: tuple(map(in_one_chunk, x)) if name == "far_bias" else in_one_chunk(x)
-        for name, x in options.items()
-    }
-    flags: Any = {"is_causal": is_causal, "exact_window": window, "return_log_normalizer": True}
     if streamed:
-        state = attend(*tokens(20, seed=seed + 1), MAPS["positive"], return_state=True)[1]
-        options["initial_state"] = state
-        lazy["initial_state"] = state._replace(
-            kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
-        )
-    want = attend(*arrays, MAPS["positive"], **options, return_state=True, **flags)
-    with dask.config.set(scheduler=refuse):
-        got = attend(*lazily(arrays, rows), MAPS["positive"], **lazy, return_state=True, **flags)
+        options["initial_state"] = earlier(phi, seed + 1)
+    flags: Any = {"is_causal": is_causal, "exact_window": window, "return_log_normalizer": True}
+    got = compare(tokens(sum(rows), seed=seed), rows, phi, options, return_state=True, **flags)
     assert got[0].chunks[-2] == rows
-    output, state, norm = dask.compute(*got)
-    close(output, want[0])
-    close(norm, want[2])
-    states_agree(state, want[1])
 
 
-def in_one_chunk(x):
-    """Dask's array of an array; a number is one."""
-    return da.from_array(x) if isinstance(x, np.ndarray) else x
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_a_window_through_many_blocks(is_causal):
     """Edges of groups are merged first; one number for all keys goes along."""
-    bias = np.asarray([[0.5], [3.0]], dtype=np.float32)
-    arrays, flags = tokens(70), {"is_causal": is_causal, "exact_window": 2}
-    lazy = lazily(arrays, 2, heads=2)
-    got = attend(*lazy, MAPS["positive"], key_bias=da.from_array(bias), **flags)
-    close(got.compute(), attend(*arrays, MAPS["positive"], key_bias=bias, **flags))
+    options = {"key_bias": np.asarray([[0.5], [3.0]], dtype=np.float32)}
+    flags: Any = {"is_causal": is_causal, "exact_window": 2}
+    compare(tokens(70), 2, MAPS["positive"], options, heads=2, **flags)
 
 
 @pytest.mark.parametrize("blocks", [5, 9, 13])
 @pytest.mark.parametrize("window", [None, 2], ids=["no window", "window"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_groups_of_groups_of_blocks(monkeypatch, is_causal, window, blocks):
     """Chains as short as can be: every level of the scans has a rest."""
     monkeypatch.setattr("linattn_dask.states.MAX_CHAIN", 2)
-    arrays, phi = tokens(2 * blocks, seed=blocks), MAPS["positive"]
-    options: dict[str, Any] = {"is_causal": is_causal, "exact_window": window}
-    want = attend(*arrays, phi, **options)
-    close(attend(*lazily(arrays, 2, heads=2), phi, **options).compute(), want)
+    flags: dict[str, Any] = {"is_causal": is_causal, "exact_window": window}
+    compare(tokens(2 * blocks, seed=blocks), 2, MAPS["positive"], heads=2, **flags)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_numerators(is_causal):
-    arrays, phi = tokens(30), MAPS["positive"]
-    options: dict[str, Any] = {"is_causal": is_causal, "normalize": False}
-    got = attend(*lazily(arrays, (9, 21)), phi, **options).compute()
-    close(got, attend(*arrays, phi, **options))
+    compare(tokens(30), (9, 21), MAPS["positive"], is_causal=is_causal, normalize=False)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_positions_go_on_after_a_state(is_causal):
-    phi, arrays = MAPS["cosformer"], tokens(30)
-    state = attend(*tokens(20, seed=1), phi, return_state=True)[1]
-    lazy = state._replace(kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale))
-    got = attend(*lazily(arrays, 10), phi, is_causal=is_causal, initial_state=lazy)
-    close(got.compute(), attend(*arrays, phi, is_causal=is_causal, initial_state=state))
+    phi = MAPS["cosformer"]
+    compare(tokens(30), 10, phi, {"initial_state": earlier(phi)}, is_causal=is_causal)
 
 
 def test_a_bias_that_leaves_out_the_left_alone():
     lazy = lazily(tokens(24), 8)
-    bias = {"window_bias": da.zeros(5, dtype=np.float32), "far_bias": (-math.inf, 0.0)}
+    bias: Any = {"window_bias": da.zeros(5, dtype=np.float32), "far_bias": (-math.inf, 0.0)}
     output = attend(*lazy, MAPS["positive"], exact_window=4, **bias)
     with pytest.raises(
         ValueError, match=r"far_bias must leave out .* compute\(\) the arrays first"
@@ -315,11 +266,8 @@ def test_two_passes_are_the_one_call():
 
 def test_heads_broadcast():
     query, key, value = tokens(40, heads=4)
-    want = attend(query, key[:1], value[:2].repeat(2, 0), MAPS["positive"])
-    lazy = lazily((query, key[:1], value[:2].repeat(2, 0)), 15, heads=2)
-    got = attend(*lazy, MAPS["positive"])
-    assert got.chunks == ((2, 2), (15, 15, 10), (E,))
-    close(got.compute(), want)
+    arrays = query, key[:1], value[:2].repeat(2, 0)
+    assert compare(arrays, 15, MAPS["positive"], heads=2).chunks == ((2, 2), (15, 15, 10), (E,))
 
 
 @pytest.mark.parametrize("decays", [(None, -0.4), (-0.3, None), (-0.3, -0.4), (None, None)])
@@ -370,7 +318,7 @@ def test_update_read_and_merge_states_lazily():
 # Graphs -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 @pytest.mark.parametrize("rows", [7, 50], ids=["tree", "chain"])
 def test_at_most_eight_tasks_a_block(is_causal, rows):
     lazy = lazily(tokens(700), rows)
@@ -381,7 +329,7 @@ def test_at_most_eight_tasks_a_block(is_causal, rows):
     assert len(dict(output.__dask_graph__())) - of_inputs <= 8 * blocks
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 def test_the_same_inputs_give_the_same_names(is_causal):
     first, second = (
         attend(*lazily(tokens(100), 30), PositiveFeatures(D, 16, rng=0), is_causal=is_causal)
@@ -481,14 +429,11 @@ HEADS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["positive", *HEADS])
 @pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
 def test_windows_across_chunks_and_heads_apart(name, rows, window):
-    phi, arrays = (MAPS | HEADS)[name], tokens(40, heads=3)
-    lazy, options = lazily(arrays, rows), {"return_log_normalizer": True, **window}
-    got, got_log = attend(*lazy, phi, key_bias=lazy[2][..., 0], **options)
-    want, want_log = attend(*arrays, phi, key_bias=arrays[2][..., 0], **options)
-    sizes = lazy[0].chunks[:-1]
-    assert (got.chunks[:-1], got_log.chunks) == (sizes, sizes)
-    close(got.compute(), want)
-    close(got_log.compute(), want_log)
+    arrays = tokens(40, heads=3)
+    options, sizes = {"key_bias": arrays[2][..., 0]}, lazily(arrays, rows)[0].chunks[:-1]
+    flags: Any = {"return_log_normalizer": True, **window}
+    got = compare(arrays, rows, (MAPS | HEADS)[name], options, **flags)
+    assert [each.chunks[:2] for each in got] == [sizes, sizes]
 
 
 @pytest.mark.parametrize(
@@ -503,25 +448,24 @@ def test_windows_across_chunks_and_heads_apart(name, rows, window):
 def test_packed_sequences_of_several_heads(name, options, chunks, borders):
     arrays = tokens(12, heads=3)
     options = {"is_causal": True, "cu_seqlens": borders, **options}
-    lazy = lazily(arrays, chunks[1], heads=chunks[0])
-    close(call(name, lazy, options).compute(), call(name, arrays, options))
+    phi = None if name is None else (MAPS | HEADS)[name]
+    compare(arrays, chunks[1], phi, heads=chunks[0], **options)
     if name is None:
         return
-    lazy_output, pullback = call(name, lazy, options, vjp=True)
-    output, of_numpy = call(name, arrays, options, vjp=True)
+    lazy = lazily(arrays, chunks[1], heads=chunks[0])
+    vjp: Any = linattn.linear_attention_vjp
+    lazy_output, pullback = vjp(*lazy, phi, **options)
+    output, of_numpy = vjp(*arrays, phi, **options)
     grad_output = da.from_array(output, chunks=lazy_output.chunks)
     got = dask.compute(*pullback(grad_output))
     for one, other in zip(got, of_numpy(output), strict=True):
         close(one, other, tol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
-def test_packed_sequences_of_a_map_that_knows_positions(options):
-    arrays, phi = tokens(12, heads=2), MAPS["cosformer"]
-    options = options | {"cu_seqlens": [0, 4, 8, 12], "return_log_normalizer": True}
-    got = attend(*lazily(arrays, 5), phi, **options)
-    for one, other in zip(dask.compute(*got), attend(*arrays, phi, **options), strict=True):
-        close(one, other)
+@full_and_causal
+def test_packed_sequences_of_a_map_that_knows_positions(is_causal):
+    flags: Any = {"cu_seqlens": [0, 4, 8, 12], "return_log_normalizer": True}
+    compare(tokens(12), 5, MAPS["cosformer"], is_causal=is_causal, **flags)
 
 
 @pytest.mark.parametrize("num_keys", [0, 12])
@@ -534,10 +478,7 @@ def test_each_gradient_of_full_attention_is_computed_alone(num_keys):
     attend: Any = linattn.linear_attention_vjp
     wanted = linattn.linear_attention_vjp(query, key, value, phi, initial_state=before)
     lazy = *lazily([query], 5, heads=2), *lazily([key, value], 7, heads=2)
-    state = before._replace(
-        kvz=da.from_array(before.kvz), log_scale=da.from_array(before.log_scale)
-    )
-    output, pullback = attend(*lazy, phi, initial_state=state)
+    output, pullback = attend(*lazy, phi, initial_state=in_dask(before))
     of_numpy = wanted[1](np.ones_like(wanted[0]))
     for gradient, want in zip(pullback(da.ones_like(output)), of_numpy, strict=True):
         close(gradient.compute(), want, tol=1e-5)
@@ -558,35 +499,23 @@ def test_gradients_with_decay_ignore_masked_keys_that_are_nan():
 
 def test_as_many_packed_sequences_as_heads_of_a_map():
     """Their axis is no axis of heads."""
-    arrays, phi = tokens(12, heads=3), HEADS["projections"]
+    arrays = tokens(12, heads=3)
     lazy = [a[:, None] for a in lazily(arrays, 12, heads=3)]
-    borders = [0, 4, 8, 12]
-    got = attend(*lazy, phi, cu_seqlens=borders)
-    close(got.compute(), attend(*(a[:, None] for a in arrays), phi, cu_seqlens=borders))
-
-
-def call(name, arrays, options, *, vjp=False):
-    phi: list[Any] = [] if name is None else [(MAPS | HEADS)[name]]
-    kind = "softmax_attention" if name is None else "linear_attention"
-    return getattr(linattn, f"{kind}_vjp" if vjp else kind)(*arrays, *phi, **options)
+    arrays = [a[:, None] for a in arrays]
+    compare(arrays, 12, HEADS["projections"], chunked=lazy, cu_seqlens=[0, 4, 8, 12])
 
 
 @pytest.mark.parametrize("rows", [10, 3])
 def test_a_state_of_heads_that_tokens_lack(rows):
-    phi, (query, key, value) = MAPS["elu"], tokens(30, heads=1)
+    phi, arrays = MAPS["elu"], tokens(30, heads=1)
     like = tokens(4, heads=3, seed=1)
-    empty = linattn.init_state(phi, E, batch_shape=(2, 3), like=query)
-    state = linattn.update_state(empty, like[1], like[2], phi)
-    lazy_state = state._replace(
-        kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
-    )
-    lazy = [a[0] for a in lazily((query, key, value), rows)]
-    got = attend(*lazy, phi, is_causal=True, initial_state=lazy_state)
-    want = attend(query[0], key[0], value[0], phi, is_causal=True, initial_state=state)
-    close(got.compute(), want)
+    empty = linattn.init_state(phi, E, batch_shape=(2, 3), like=like[0])
+    options = {"initial_state": linattn.update_state(empty, like[1], like[2], phi)}
+    chunked = [a[0] for a in lazily(arrays, rows)]
+    compare([a[0] for a in arrays], rows, phi, options, chunked=chunked, is_causal=True)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@full_and_causal
 @pytest.mark.parametrize("borders", [None, [0, 0], [0, 0, 0]])
 def test_no_keys_of_heads_that_a_state_lacks(is_causal, borders):
     """The state that comes back has the leading axes of the keys."""
@@ -601,16 +530,8 @@ def test_no_keys_of_heads_that_a_state_lacks(is_causal, borders):
             log_scale=np.stack([state.log_scale] * count),
             num_sequences=count,
         )
-    lazy_state = state._replace(
-        kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
-    )
-    (output, want), (lazy, got) = (
-        attend(*given, phi, initial_state=of, **options)
-        for given, of in ((arrays, state), (lazily(arrays, 10), lazy_state))
-    )
-    assert got.kvz.shape == got.kvz.compute().shape == want.kvz.shape
-    close(got.kvz.compute(), want.kvz)
-    assert lazy.shape == output.shape
+    got = compare(arrays, 10, phi, {"initial_state": state}, **options)[1]
+    assert got.kvz.shape == got.kvz.compute().shape
 
 
 def test_no_query_beside_keys_in_a_window():

@@ -16,6 +16,7 @@ from tests.dask_arrays import (
     assert_reads_are_fused,
     chunkings,
     close,
+    in_dask,
     lazily,
     one_thread,
     recorded,
@@ -44,7 +45,7 @@ def numbers(shape, seed):
 
 def compare(arrays, rows, phi, options, *, seed=0, heads=1, tol=2e-6, **flags):
     """Assert that gradients of chunks are those of the whole arrays; return the lazy ones."""
-    lazy = {name: da.from_array(x) if hasattr(x, "shape") else x for name, x in options.items()}
+    lazy = {name: in_dask(x) for name, x in options.items()}
     output, pullback = vjp(*arrays, phi, **options, **flags)
     grad_output = numbers(output.shape, seed).astype(output.dtype)
     want = pullback(grad_output)
@@ -91,8 +92,7 @@ def test_through_states(is_causal, rows):
         arrays = tuple(array[:1] for array in arrays)
     heads = len(arrays[0])
     earlier = attend(*tokens(20, seed=1, heads=heads), phi, return_state=True)[1]
-    kvz, log_scale = map(da.from_array, (earlier.kvz, earlier.log_scale))
-    lazy_earlier = linattn.State(kvz, log_scale, earlier.length, earlier.fingerprint)
+    lazy_earlier = in_dask(earlier)
     flags: Any = {"is_causal": is_causal, "return_state": True}
     (output, state), pullback = vjp(*arrays, phi, initial_state=earlier, **flags)
     (_, lazy_state), lazy_pullback = vjp(
@@ -155,7 +155,7 @@ def test_no_keys_in_several_chunks_beside_a_state(is_causal):
     grad_output = numbers((2, length, E), 0)
     flags: Any = {"is_causal": is_causal}
     want = vjp(*arrays, phi, initial_state=state, **flags)[1](grad_output)
-    given = state._replace(kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale))
+    given = in_dask(state)
     rows = (0, 0) if is_causal else (1, 2)
     query, cotangent = lazily((arrays[0], grad_output), rows, 2)
     lazy = (query, *lazily(arrays[1:], (0, 0), 2))

@@ -12,15 +12,14 @@ from tests.dask_arrays import (
     MAPS,
     chunkings,
     close,
+    compare,
     lazily,
     one_thread,
     refuse,
-    states_agree,
     tokens,
 )
 
 dask: Any = pytest.importorskip("dask")
-da: Any = pytest.importorskip("dask.array")
 
 __all__ = ["one_thread"]
 
@@ -44,32 +43,18 @@ def test_stops_in_any_chunks(data, seed, masked, streamed):
     num_keys = data.draw(st.integers(1, 40), "keys")
     length = data.draw(st.sampled_from([num_keys, 7, 30]), "queries")
     rows, keys = data.draw(chunkings(length), "rows"), data.draw(chunkings(num_keys), "of keys")
-    options = stops_of(data, length, num_keys)
+    options, phi = stops_of(data, length, num_keys), MAPS["positive"]
     _, key, value = tokens(num_keys, seed=seed)
     query, _, _ = tokens(length, seed=seed + 1)
-    phi = MAPS["positive"]
-    lazy = dict(options)
     if masked:
         bias = np.random.default_rng(seed).standard_normal((1, num_keys)).astype(np.float32)
         options |= {"key_bias": bias, "key_mask": bias < 1}
-        lazy |= {"key_bias": da.from_array(bias), "key_mask": da.from_array(bias < 1)}
     if streamed:
-        state = attend(*tokens(20, seed=seed + 2), phi, return_state=True)[1]
-        options["initial_state"] = state
-        lazy["initial_state"] = state._replace(
-            kvz=da.from_array(state.kvz), log_scale=da.from_array(state.log_scale)
-        )
-    arrays = (query, key, value)
+        options["initial_state"] = attend(*tokens(20, seed=seed + 2), phi, return_state=True)[1]
     chunked = [*lazily((query,), rows), *lazily((key, value), keys)]
     flags: Any = {"return_state": True, "return_log_normalizer": True}
-    want = attend(*arrays, phi, **options, **flags)
-    with dask.config.set(scheduler=refuse):
-        got = attend(*chunked, phi, **lazy, **flags)
+    got = compare((query, key, value), rows, phi, options, chunked=chunked, **flags)
     assert tuple(filter(None, got[0].chunks[-2])) == tuple(filter(None, rows))
-    output, after, norm = dask.compute(*got)
-    close(output, want[0])
-    close(norm, want[2])
-    states_agree(after, want[1])
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def check(out, phi, arrays, bias, dtype):
     pairs.check_sums(out, phi, arrays, dtype, bias=bias)
 
 
-KINDS = ["-0.0", "-1e-3", "-0.5", "-5.0", "-200.0", "each token", "a few are strong"]
+KINDS = ["-0.5", "-200.0", "each token", "a few are strong"]
 
 
 @pytest.mark.filterwarnings("ignore:.* denominators are negative")
@@ -229,18 +229,6 @@ def test_full_attention_sees_over_masked_stretches(name, decay, dtype):
     check(out, phi, (query, key, value), bias, dtype)
 
 
-def test_numerators_of_nothing_are_zero_and_overflow_as_the_dense_formula_does():
-    query, key, value = tokens()
-    out = linattn.linear_attention(
-        query, key, value, PHI, normalize=False, key_mask=np.zeros(LENGTH, bool)
-    )
-    assert_array_equal(out, 0)
-    large = linattn.linear_attention(
-        query, key, value, PHI, normalize=False, key_bias=np.full(LENGTH, 800.0)
-    )
-    assert_array_equal(np.abs(large), np.inf)
-
-
 LATE = np.arange(LENGTH) >= 7
 """Keys that count: causal queries before them see none."""
 
@@ -402,28 +390,6 @@ def test_scalars_of_numpy_are_numbers_in_every_library(xp, number):
 
     for got, want in zip(pulled(number(-0.25)), pulled(-0.25), strict=True):
         assert_array_equal(got, want)
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("kind", ["each token", "one for all", "full"])
-def test_frameworks_give_the_same_gradients(kind):
-    decay = {
-        "each token": decays("each token", (2,), 11),
-        "one for all": np.asarray(-0.3),
-    }.get(kind, np.array([-0.5, -0.1]))
-    options = {"is_causal": kind != "full", "chunk_size": 4}
-    pairs.check_frameworks(tokens((2,), 11), PHI, "log_decay", decay, **options)
-
-
-def test_torch_returns_the_decay_of_a_state():
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from linattn.interop.torch import linear_attention
-
-    arrays, decay = tokens((2,), 11), decays("each token", (2,), 11)
-    *tensors, step = (torch.tensor(a, requires_grad=True) for a in (*arrays, decay))
-    for attend in (linear_attention, linattn.linear_attention):
-        _, state = attend(*tensors, PHI, is_causal=True, log_decay=step, return_state=True)
-        assert_allclose(state.log_decay.detach().numpy(), decay.sum(axis=-1))
 
 
 class Placed:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
 
 import linattn
 from benchmarks import offsets
@@ -19,9 +18,9 @@ from tests.pairs import MAPS, PHI, every_dtype
 @every_dtype
 @full_and_causal
 @pytest.mark.parametrize("jump", [0.0, 30.0])
-@pytest.mark.parametrize("kind", ["-0.0", "-0.5", "-200.0", "each token", "a few are strong"])
+@pytest.mark.parametrize("kind", ["-0.5", "-200.0", "each token", "a few are strong"])
 def test_any_strength_and_any_size(kind, jump, is_causal, dtype):
-    if not is_causal and kind not in {"-0.0", "-0.5", "-200.0"}:
+    if not is_causal and kind not in {"-0.5", "-200.0"}:
         pytest.skip("one a head in full attention")
     arrays, decay = pairs.tokens((2,), 150), pairs.decays(kind, (2,), 150)
     jumps = np.where(np.random.default_rng(5).random(150) < 0.1, jump, 0.0)
@@ -44,37 +43,6 @@ def test_any_strength_and_any_size(kind, jump, is_causal, dtype):
         weights = pairs.window_weights(query, key, MAPS[name], window, is_causal)
         weights = weights * np.exp(bias - bias.max(axis=-1, keepdims=True))
         pairs.check_weights(out, weights, value, pairs.BOUNDS[dtype])
-
-
-@pytest.mark.frameworks
-@full_and_causal
-def test_frameworks_differentiate_through_it(is_causal):
-    """JAX, jitted, and torch's own tape, against a difference in each argument."""
-    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
-    rng = np.random.default_rng(3)
-    arrays = [*pairs.tokens((2,), 8), np.array([-0.1, -0.5])]
-    directions = [rng.standard_normal(a.shape) for a in arrays]
-    grad = rng.standard_normal(arrays[2].shape)
-
-    def loss(query, key, value, decay):
-        out = linattn.linear_attention(
-            query, key, value, PHI, is_causal=is_causal, exact_window=2, log_decay=decay
-        )
-        return (out * (grad if isinstance(out, np.ndarray) else type_of(grad))).sum()
-
-    def ends(i, h):
-        return loss(*(a + h * directions[i] if i == k else a for k, a in enumerate(arrays)))
-
-    wanted = [(ends(i, 1e-5) - ends(i, -1e-5)) / 2e-5 for i in range(4)]
-    type_of = torch.tensor
-    tensors = [torch.tensor(a, requires_grad=True) for a in arrays]
-    gradients = torch.autograd.grad(loss(*tensors), tensors)
-    with jax.enable_x64(True):
-        type_of = jax.numpy.asarray
-        others = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays)
-    for one, other, direction, number in zip(gradients, others, directions, wanted, strict=True):
-        assert_allclose(np.sum(one.numpy() * direction), number, rtol=1e-6, atol=1e-8)
-        assert_allclose(one.numpy(), other, rtol=1e-9, atol=1e-11)
 
 
 # The real sample --------------------------------------------------------------------------------

@@ -782,37 +782,26 @@ def test_a_call_like_the_last_one_is_not_described_again(described):
     assert len(described) == 1
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda *x: linattn.linear_attention(*(a[1:] for a in x), PHI),
-        lambda *x: linattn.linear_attention(*(a.astype(np.float32) for a in x), PHI),
-        lambda *x: linattn.linear_attention(*(a.astype(">f8") for a in x), PHI),
-        lambda *x: linattn.linear_attention(*x, EluFeatures()),
-        lambda *x: linattn.linear_attention(*x, PHI, is_causal=True),
-        lambda *x: linattn.linear_attention(*x, PHI, normalize=False),
-        lambda *x: linattn.linear_attention(*x, PHI, return_log_normalizer=True)[0],
-        lambda *x: linattn.linear_attention(*x, PHI, key_mask=np.arange(10) < 5),
-        lambda *x: linattn.linear_attention(*x, PHI, chunk_size=3),
-        lambda *x: linattn.linear_attention(
-            *x,
-            PHI,
-            initial_state=linattn.update_state(linattn.init_state(PHI, 4, like=x[1]), *x[1:], PHI),
-        ),
-    ],
-    ids=[
-        "length",
-        "dtype",
-        "bytes",
-        "map",
-        "causal",
-        "numerators",
-        "log",
-        "mask",
-        "chunks",
-        "state",
-    ],
-)
+def streamed(*x):
+    before = linattn.update_state(linattn.init_state(PHI, 4, like=x[1]), *x[1:], PHI)
+    return linattn.linear_attention(*x, PHI, initial_state=before)
+
+
+OTHERS = {
+    "length": lambda *x: linattn.linear_attention(*(a[1:] for a in x), PHI),
+    "dtype": lambda *x: linattn.linear_attention(*(a.astype(np.float32) for a in x), PHI),
+    "bytes": lambda *x: linattn.linear_attention(*(a.astype(">f8") for a in x), PHI),
+    "map": lambda *x: linattn.linear_attention(*x, EluFeatures()),
+    "causal": lambda *x: linattn.linear_attention(*x, PHI, is_causal=True),
+    "numerators": lambda *x: linattn.linear_attention(*x, PHI, normalize=False),
+    "log": lambda *x: linattn.linear_attention(*x, PHI, return_log_normalizer=True)[0],
+    "mask": lambda *x: linattn.linear_attention(*x, PHI, key_mask=np.arange(10) < 5),
+    "chunks": lambda *x: linattn.linear_attention(*x, PHI, chunk_size=3),
+    "state": streamed,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_another_call_is_described_anew(described, other):
     arrays = [x[0] for x in tokens()]
     expected = other(*arrays)

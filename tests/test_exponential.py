@@ -337,7 +337,7 @@ def test_large_queries_are_not_lost_beside_their_square(name, dtype, generic):
         out = linattn.linear_attention(beyond, key, value, phi, is_causal=True)
         rows = np.arange(20) != 10
         assert_allclose(out[:, rows], limits[1][:, rows], rtol=0, atol=1e-3)
-    for exponent in (5, 6, 9, 12, 16, 20):
+    for exponent in (5, 9, 20):
         large = query * np.asarray(10.0**exponent, dtype)
         with linattn.without_backends() if generic else nullcontext():
             answers = read_in_every_way(large, key, value, phi)

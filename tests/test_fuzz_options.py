@@ -612,6 +612,8 @@ def check_recurrence(case: Case) -> str:
     names = [*arrays, *(name for name in ("log_decay", "beta", "initial_state") if name in options)]
     for name, gradient in zip(names, found, strict=True):
         point: Any = arrays.get(name, options.get(name))
+        if host(gradient).shape != point.shape:
+            fail(f"grad_{name} has shape {host(gradient).shape}, want {point.shape}")
         direction = np.where(np.isfinite(point), rng.standard_normal(point.shape), 0)
         moved = {**arrays, **options, name: point + 1e-30j * direction}
         after = dense_oracle.recurrence(**moved)

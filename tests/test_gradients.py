@@ -14,7 +14,7 @@ from numpy.testing import assert_array_equal
 import linattn
 from linattn import feature_maps
 from linattn.testing import assert_gradient
-from linattn.typing import Exponential, Features, Opaque, Tokens
+from linattn.typing import Features
 from tests.attentions import maps
 
 # Arrays are unpacked into their places, which no type checker can follow.
@@ -273,55 +273,6 @@ def test_float32_with_jumping_key_norms(jump):
             output, pullback = linear_vjp(*arrays, feature_map, is_causal=True)
             results.append(pullback(rows.astype(np.float32).astype(output.dtype)))
         assert relative(*results) <= 1e-5
-
-
-# Identities -------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """The positive features as a spec that only they know, which keeps the cotangents."""
-
-    def __init__(self, inside):
-        self.inside, self.num_features = inside, inside.num_features
-        self.seen: dict[str, list[Any]] = {"query": [], "key": []}
-
-    def spec(self, side, xp, dtype, device):
-        spec: Exponential = self.inside.query_spec(xp, dtype, device)
-
-        def fn(tokens: Tokens) -> Any:
-            return getattr(self.inside, f"{side}_features")(tokens.x)
-
-        def vjp(tokens: Tokens, cotangent: Features):
-            self.seen[side].append(cotangent.log)
-            return cotangent.log @ np.swapaxes(spec.P, -1, -2)
-
-        return Opaque(fn, vjp)
-
-    def query_spec(self, xp, dtype, device):
-        return self.spec("query", xp, dtype, device)
-
-    def key_spec(self, xp, dtype, device):
-        return self.spec("key", xp, dtype, device)
-
-    def query_features(self, x):
-        return self.inside.query_features(x)
-
-    key_features = query_features
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_cotangents_of_log_features_sum_to_zero(is_causal):
-    feature_map = Recorded(MAPS["positive"])
-    arrays = inputs("positive", heads=1)
-    output, pullback = linear_vjp(*arrays, feature_map, is_causal=is_causal)
-    pullback(np.random.default_rng(0).standard_normal(output.shape))
-    query, key = (np.concatenate(feature_map.seen[side], axis=-2) for side in ("query", "key"))
-    size = np.abs(query).sum()
-    assert np.abs(query).max() > 1e-3
-    # No query's own factor matters, nor one factor of all keys, nor any shift between the sides.
-    assert np.abs(query.sum(axis=-1)).max() <= 1e-14 * size
-    assert abs(key.sum()) <= 1e-14 * size
-    np.testing.assert_allclose(query.sum(axis=-2), key.sum(axis=-2), atol=1e-14 * size)
 
 
 # Memory -----------------------------------------------------------------------------------------

@@ -160,18 +160,27 @@ def test_drawn_gradients_of_all_options_are_numpys(library, seed):
     phi = [] if case.feature_map is None else [case.feature_map]
     output, pullback = getattr(linattn, f"{kind}_vjp")(*qkv, *phi, **options)
     cotangent = np.random.default_rng(seed).standard_normal(output.shape).astype(output.dtype)
-    want = pullback(cotangent)[:3]
     given = {n: x if n in host else made(x) for n, x in options.items()}
-    attend = partial(getattr(linattn, kind), **given)
-    arrays = [library(x.copy()) for x in qkv]
+    # Gradients of a state come in between.
+    present = [n for n in ("key_bias", "log_decay") if n in options]
+    pulled = pullback(cotangent)
+    of_weights = dict(zip(reversed(present), reversed(pulled), strict=False))
+    weights = [n for n in present if np.ndim(options[n]) > 0]
+    want = [*pulled[:3], *(of_weights[n] for n in weights)]
+    arrays = [library(x.copy()) for x in (*qkv, *(options[n] for n in weights))]
+
+    def attend(query, key, value, *given_weights):
+        more = given | dict(zip(weights, given_weights, strict=True))
+        return getattr(linattn, kind)(query, key, value, *phi, **more)
+
     with linattn.explain() as report:
         if hasattr(arrays[0], "requires_grad_"):
             leaves = [x.requires_grad_() for x in arrays]
-            attend(*leaves, *phi).backward(library(cotangent))
+            attend(*leaves).backward(library(cotangent))
             found = [x.grad for x in leaves]
         else:
             jax = pytest.importorskip("jax")
-            found = jax.vjp(lambda *x: attend(*x, *phi), *arrays)[1](library(cotangent))
+            found = jax.vjp(attend, *arrays)[1](library(cotangent))
     assert report.ran("home") <= {"numpy", "torch"}
     assert report.ran("home")
     for got, wanted in zip(flat(list(found)), want, strict=True):

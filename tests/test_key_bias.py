@@ -19,7 +19,7 @@ from linattn.feature_maps import (
 )
 from tests import pairs
 from tests.attentions import full_and_causal
-from tests.pairs import BOUNDS, DIM, LENGTH, PHI, tokens
+from tests.pairs import BOUNDS, DIM, LENGTH, tokens
 
 _RNG = np.random.default_rng(3)
 MAPS = {
@@ -127,14 +127,6 @@ def test_gradients_keep_their_digits_in_float32(is_causal):
     arrays, bias = tokens((2,), 300), biases((2, 300), size=2.0)
     for phi in (MAPS["positive"], MAPS["elu"]):
         pairs.check_float32_gradients(arrays, phi, "key_bias", bias, is_causal=is_causal)
-
-
-@pytest.mark.frameworks
-@full_and_causal
-def test_frameworks_give_the_same_gradients(is_causal):
-    arrays, bias = tokens((2,), 11), biases((11,))
-    options = {"is_causal": is_causal, "chunk_size": 4}
-    pairs.check_frameworks(arrays, PHI, "key_bias", bias, **options)
 
 
 # Beside attention -------------------------------------------------------------------------------

@@ -315,24 +315,6 @@ def test_landmarks_for_every_key_are_exact(shape, seed):
     assert_allclose(attend(q, k, v, phi), exact(q, k, v), atol=1e-9)
 
 
-@given(shape=shapes, seed=st.integers(0, 2**32 - 1))
-def test_coincident_keys_are_exact(shape, seed):
-    queries, copies, m, p = shape
-    q, k, v = inputs(seed, (2,), queries, m)
-    k = np.concatenate([k, k[:, np.random.default_rng(seed).integers(0, m, copies)]], axis=1)
-    v = np.random.default_rng(seed).standard_normal((2, m + copies, E))
-    phi = LandmarkFeatures(
-        k[:, :m],
-        q[:, :p],
-        log_sum(phi_logits(q[:, :p], k), -1),
-        np.eye(D),
-    )
-    assert_allclose(attend(q, k, v, phi), exact(q, k, v), atol=1e-9)
-    # A landmark of one key: g = 1.
-    log = phi.key_features(k[:, :m]).log
-    assert_allclose(np.einsum("hcc->hc", log), 0, atol=1e-10)
-
-
 def phi_logits(q, k):
     return q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
 
@@ -366,13 +348,6 @@ def test_scales():
         root * q, root * k, v, LandmarkFeatures.fit(root * q, root * k, scale=1, **options)
     )
     assert_allclose(out, want, atol=1e-11)
-
-
-def test_identical_queries_need_one_landmark():
-    q, k, v = inputs()
-    q = np.broadcast_to(q[:, :1], q.shape).copy()
-    phi = LandmarkFeatures.fit(q, k, num_features=2, rng=0)
-    assert_allclose(attend(q, k, v, phi), exact(q, k, v), atol=1e-12)
 
 
 # Masks ------------------------------------------------------------------------------------------
@@ -465,23 +440,6 @@ def test_grouped_queries_have_landmarks_for_each_pair_of_heads():
         assert_allclose(out[i, j], attend(q[i, j], k[i, 0], v[i, 0], alone), atol=1e-11)
 
 
-def test_masks_of_a_batch_in_every_library(xp_any_shape):
-    """Libraries that want an index for each axis get one."""
-    xp = xp_any_shape
-    q, k, v = inputs(lead=(2, 3), queries=50)
-    mask = np.arange(50) < np.array([50, 41])[:, None, None]
-    query, key, value = (xp.array(x, "float64") for x in (q, k, v))
-    options: Any = dict(num_features=9, num_probes=20, rng=1)
-    masks: Any = dict(key_mask=xp.array(mask), query_mask=xp.array(mask))
-    phi = LandmarkFeatures.fit(query, key, **masks, **options)
-    out = attend(query, key, value, phi, key_mask=xp.array(mask))
-    for i, length in enumerate((50, 41)):
-        alone = LandmarkFeatures.fit(q[i, :, :length], k[i, :, :length], **options)
-        assert_allclose(phi.landmarks[i], alone.landmarks, atol=1e-12)
-        want = attend(q[i], k[i, :, :length], v[i, :, :length], alone)
-        assert_allclose(xp.numpy(out)[i], want, atol=1e-10)
-
-
 # Weights of keys --------------------------------------------------------------------------------
 
 
@@ -539,13 +497,6 @@ def test_a_bias_of_zero_is_none_and_minus_infinity_a_mask(length):
     assert_allclose(common.log_normalizers, phi.log_normalizers + 700, rtol=1e-12)
     with pytest.warns(UserWarning, match="fit it to this sequence, with its key_bias"):
         attend(q, k, v, common, key_mask=mask)
-
-
-def test_landmarks_for_every_key_are_exact_with_biases():
-    (q, k, v), bias = with_bias(keys=20)
-    phi = LandmarkFeatures.fit(q, k, num_features=20, key_bias=bias, rng=0)
-    want = linattn.reference.softmax_attention(q, k, v, bias=bias[:, None, :])
-    assert_allclose(attend(q, k, v, phi, key_bias=bias), want, atol=1e-12)
 
 
 # Keys of another sequence -----------------------------------------------------------------------

@@ -36,12 +36,6 @@ def test_big_endian(attend, dtype):
     np.testing.assert_array_equal(out, attend(*arrays))
 
 
-@every_attention
-def test_one_big_endian_argument(attend):
-    query, key, value = tokens()
-    np.testing.assert_array_equal(attend(query, big_endian(key), value), attend(query, key, value))
-
-
 @every_entry
 def test_big_endian_everywhere(entry):
     arrays = entry.arrays()

@@ -134,53 +134,6 @@ def test_what_a_query_does_not_see_does_not_reach_it(backend, options):
 # Biases of the field ----------------------------------------------------------------------------
 
 
-@pytest.mark.frameworks
-def test_alibi_is_a_key_bias():
-    """All keys of a causal row have -m_h i in common, which cancels: m_h j is left."""
-    torch = pytest.importorskip("torch")
-    query, key, value = (x[0] for x in linattn.datasets.pretrained_qkv(dtype=np.float64))
-    heads, length = query.shape[:2]
-    slopes = linattn.positions.alibi_slopes(heads)[:, None]
-    out = linattn.softmax_attention(
-        query, key, value, is_causal=True, key_bias=slopes * np.arange(length)
-    )
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    mask = torch.where(distance >= 0, -torch.tensor(slopes)[..., None] * distance, -torch.inf)
-    tensors = (torch.tensor(x) for x in (query, key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
-    assert_allclose(out, expected, rtol=0, atol=1e-12)
-    window_bias = -slopes * np.abs(np.arange(1 - length, length))
-    both = linattn.softmax_attention(query, key, value, window_bias=window_bias)
-    tensors = (torch.tensor(x) for x in (query, key, value))
-    mask = -torch.tensor(slopes)[..., None] * distance.abs()
-    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask)
-    assert_allclose(both, expected, rtol=0, atol=1e-12)
-
-
-def t5_buckets(torch, offset, max_distance):
-    """Buckets of T5's encoder, as its code has them: 32, half of them for keys to the right."""
-    half, exact = 16, 8
-    distance = offset.abs()
-    log = torch.log(distance.clamp(min=1) / exact) / np.log(max_distance / exact) * (half - exact)
-    far = torch.minimum(exact + log.long(), torch.tensor(half - 1))
-    return (offset > 0) * half + torch.where(distance < exact, distance, far)
-
-
-@pytest.mark.frameworks
-def test_t5_is_a_window_bias():
-    torch = pytest.importorskip("torch")
-    query, key, value = (x[0] for x in linattn.datasets.pretrained_qkv(dtype=np.float64))
-    length = query.shape[-2]
-    embedding = torch.tensor(2 * np.random.default_rng(9).standard_normal((32, len(query))))
-    offset = torch.arange(length) - torch.arange(length)[:, None]
-    mask = embedding[t5_buckets(torch, offset, 128)].permute(2, 0, 1)
-    tensors = (torch.tensor(x) for x in (query, key, value))
-    expected = torch.nn.functional.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=1.0)
-    window = embedding[t5_buckets(torch, torch.arange(-128, 129), 128)].T.numpy()
-    out = linattn.softmax_attention(query, key, value, scale=1.0, window_bias=window)
-    assert_allclose(out, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("backend", [True, False], ids=["backend", "generic"])
 @pytest.mark.parametrize("size", [1.0, 1e-20], ids=["values", "small values"])
 @pytest.mark.parametrize("window", [(9, 4), (150, 20)])
@@ -196,6 +149,17 @@ def test_hidden_keys_of_any_size_take_nothing(backend, size, window, monkeypatch
     doubles = [x.astype(np.float64) for x in (query, key, value)]
     expected = softmax_attention(*doubles, visible=in_window(300, window))
     assert_allclose(out / np.float64(size), expected / size, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_blocks_of_far_keys_have_the_bias_of_their_side(is_causal, monkeypatch):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 300, 4))
+    bias = np.random.default_rng(1).standard_normal((2, 9))
+    read_in_runs(monkeypatch, 1500)
+    logits = query @ np.swapaxes(key, -1, -2) / 2 + bias[:, np.clip(offsets(300), -4, 4) + 4]
+    weights = np.exp(np.where(is_causal & (offsets(300) > 0), -np.inf, logits))
+    out = linattn.softmax_attention(query, key, value, is_causal=is_causal, window_bias=bias)
+    assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=0, atol=1e-13)
 
 
 def test_memory_does_not_grow_with_length_or_window():

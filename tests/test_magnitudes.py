@@ -83,8 +83,9 @@ def dense_elu(query, key, value):
     return output, *(g * s for g, s in zip((grad.sum(1), grad.sum(0)), slopes, strict=True))
 
 
-@pytest.mark.parametrize("size", [1.0, 300.0, 3000.0])
-@pytest.mark.parametrize("backends", [True, False])
+@pytest.mark.parametrize(
+    ("size", "backends"), [(1.0, True), (300.0, True), (300.0, False), (3000.0, True)]
+)
 def test_elu_of_rows_whose_features_are_far_apart(xp, size, backends):
     """All negative: a feature that is nothing beside the largest of its row may decide alone."""
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import linattn
-from tests.attentions import LENGTH, MAPS, PHI, every_attention, filled_state, tokens
+from tests.attentions import LENGTH, MAPS, PHI, filled_state, some_attentions, tokens
 
 
 def _repeated() -> dict[str, Callable[[], Any]]:
@@ -60,7 +60,7 @@ def test_memory_is_flat_over_many_calls(name):
     assert threading.active_count() <= threads
 
 
-@every_attention
+@some_attentions
 def test_extra_memory_does_not_grow_with_length(attend):
     def extra(length):
         arrays = tokens(lead=(), length=length)

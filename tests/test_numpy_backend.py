@@ -302,8 +302,14 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("change", ["none", "far", "large"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        *((name, "far") for name in GROUPS),
+        *((name, "none") for name in ("one axis", "paired", "elu")),
+        *((name, "large") for name in ("short", "more queries", "paired", "columns of each head")),
+    ],
+)
 def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, monkeypatch):
     monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     query_lead, lead, n, phi = GROUPS[name]
@@ -332,7 +338,7 @@ def test_heads_that_share_a_task_do_not_share_their_fate(name, change, calls, mo
     with linattn.config(num_threads=1):
         plan = planning.plan(linear_problem(query, key, value, phi, is_causal=True))
     assert len(plan.tasks) < np.prod(lead)
-    found = [attend(count) for count in (1, 2, 3, 8)]
+    found = [attend(count) for count in (1, 2, 8)]
     with linattn.without_backends():
         want, want_state, want_norm = attend(1)
     want_logs = np.log(want_state.z) + want_state.log_scale
@@ -506,36 +512,6 @@ def test_calls_from_within_tasks_do_not_wait_for_each_other():
     assert sorted(done) == [(i, j) for i in range(6) for j in range(4)]
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["full inside", "causal inside"])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_map_may_call_attention_itself(is_causal, inner):
-    rng = np.random.default_rng(0)
-    query, key, value = rng.standard_normal((3, 2, 300, D))
-
-    def smoothed(x):
-        return np.exp(linattn.linear_attention(x, x, 7 * x, EluFeatures(), is_causal=inner))
-
-    class Smoothed:
-        num_features, dim = D, D
-
-        def query_features(self, x):
-            return Features(np.zeros_like(x[..., :1]), smoothed(x))
-
-        key_features = query_features
-
-    for feature_map in (Smoothed(), ActivationFeatures(D, activation=smoothed, sampler=None)):
-
-        def attend(feature_map=feature_map):
-            # In one block, so that what the map returns does not depend on blocks.
-            return linattn.linear_attention(
-                query, key, value, feature_map, is_causal=is_causal, chunk_size=300
-            )
-
-        with linattn.without_backends():
-            expected = attend()
-        np.testing.assert_allclose(attend(), expected, rtol=1e-9)
-
-
 @pytest.mark.parametrize("form", ["opaque", "activation"])
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("inner", [False, True], ids=["full inside", "causal inside"])
@@ -618,19 +594,6 @@ def test_an_error_in_a_thread_is_raised(monkeypatch):
     query, key, value = inputs(50)
     with linattn.config(num_threads=2), pytest.raises(RuntimeError, match="from a thread"):
         linattn.linear_attention(query, key, value, PositiveFeatures(D, rng=0))
-
-
-def test_tasks_cover_every_head_once():
-    query, key, value = inputs(40, heads=(2, 5))
-    with linattn.config(num_threads=2):
-        for group in (1, 40 * 24 * 2, 10**9):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tuning, "MAX_BLOCK_ELEMENTS", group)
-                out = linattn.linear_attention(query, key, value, PositiveFeatures(D, 24, rng=0))
-            want = linattn.reference.kernel_attention(
-                query, key, value, PositiveFeatures(D, 24, rng=0)
-            )
-            agree(out, want)
 
 
 class FakeController:
@@ -797,10 +760,10 @@ def workspace(phi, heads, length, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_workspace_is_small_and_does_not_grow(phi, is_causal):
     workspace(phi, 1, 64, is_causal)  # what is imported at the first call
-    short, long = (workspace(phi, 2, length, is_causal) for length in (8192, 32768))
+    short, long = (workspace(phi, 2, length, is_causal) for length in (4096, 16384))
     assert max(short, long) <= 8 * 2**20
     assert long - short < 2**20
-    for heads, length in ((8, 2048), (16, 512), (64, 100)):
+    for heads, length in ((8, 1024), (64, 100)):
         assert workspace(phi, heads, length, is_causal) <= 8 * 2**20
 
 

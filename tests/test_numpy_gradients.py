@@ -248,16 +248,6 @@ def test_unshifted_blocks_of_pointwise_features_are_done_at_once(name, at_once):
     assert at_once.count(True) >= (3 if name == "relu" else 5)
 
 
-def test_float32_blocks_at_once_are_right_to_rounding():
-    arrays = inputs(300, heads=(2, 3))
-    small = [a.astype(np.float32) for a in arrays]
-    wanted = linear_vjp(*arrays, EXPONENTIAL["positive"], is_causal=True, chunk_size=64)[1](
-        arrays[0]
-    )
-    found = linear_vjp(*small, EXPONENTIAL["positive"], is_causal=True, chunk_size=64)[1](small[0])
-    agree(found, wanted, 3e-6)
-
-
 @pytest.mark.parametrize("row", [10, 100, 290])
 def test_a_stabilized_block_between_unshifted_ones(row, at_once, calls):
     """A token outside the range of exp: its block is stabilized, the adjoint changes its scale."""
@@ -357,7 +347,7 @@ def single_and_double(arrays, feature_map, **options):
 @pytest.mark.parametrize("sampler", ["gaussian", None])
 def test_relu_inputs_are_told_by_their_sign_at_every_width(is_causal, sampler):
     """Beside the offset a small input is rounded away, and float32 of the offset may round up."""
-    for m in range(1, 513 if sampler else 17):
+    for m in (*range(1, 33), 100, 257, 512) if sampler else range(1, 17):
         phi = ActivationFeatures(4 if sampler else m, m, sampler=sampler, rng=m)
         rng = np.random.default_rng(m)
         shape = (12, 4 if sampler else m)

@@ -127,22 +127,6 @@ def test_weak_decays_keep_their_digits_beside_the_limit(dtype, monkeypatch):
 
 
 @kinds
-@pytest.mark.parametrize(
-    ("query_lead", "lead"), [((2, 3, 4), (2, 1, 4)), ((2, 3), (1, 1)), ((4, 2), ()), ((), ())]
-)
-def test_queries_share_states(kind, query_lead, lead):
-    arguments, rule = problem(kind, length=40, lead=lead)
-    shape = (*query_lead, *arguments["query"].shape[-2:])
-    arguments["query"] = np.random.default_rng(1).standard_normal(shape)
-    got, state = linattn.linear_recurrence(**arguments, update_rule=rule, return_state=True)
-    want, want_state = recurrence(**arguments, update_rule=rule)
-    assert got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-11)
-    assert state.shape == arguments["initial_state"].shape
-    np.testing.assert_allclose(np.broadcast_to(state, want_state.shape), want_state, atol=1e-11)
-
-
-@kinds
 @pytest.mark.parametrize("strength", [1, 100])
 def test_nan_of_one_call_is_not_met_in_the_next(kind, strength):
     """Workspaces are used again, and 0 times NaN is NaN."""

@@ -8,10 +8,6 @@ The tests of all rules, in test_recurrences.py, run it too.
 
 from __future__ import annotations
 
-import importlib.util
-import runpy
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -111,57 +107,6 @@ def test_models_as_the_papers_write_them(model):
         output, state = compute(**arguments, **options, **flags)
         np.testing.assert_allclose(output, want, rtol=1e-11, atol=1e-11)
         np.testing.assert_allclose(state, last, rtol=1e-11, atol=1e-11)
-
-
-def function_of_fla(path, name):
-    """Return a function of flash-linear-attention from its file: the package wants a GPU."""
-    package = importlib.util.find_spec("fla")
-    file = None
-    for folder in () if package is None else package.submodule_search_locations or ():
-        file = Path(folder) / "ops" / path
-    if file is None or not file.exists():
-        pytest.skip("flash-linear-attention is not installed")
-    pytest.importorskip("einops", reason="einops is not installed")
-    return runpy.run_path(str(file))[name]
-
-
-def by_fla(model, given, query, torch):
-    """Output, state and scale as its functions of plain torch compute them."""
-    # Its layout is (B, T, H, D), but that of the first is (B, H, T, D).
-    ours = {name: torch.tensor(x) for name, x in {**given, "query": query}.items()}
-    swapped = {name: x.transpose(1, 2) for name, x in ours.items()}
-    q, k, v, g = (swapped[name] for name in ("query", "key", "value", "log_decay"))
-    read = swapped["read_key"]
-    if model is rwkv7:
-        function = function_of_fla("generalized_delta_rule/dplr/naive.py", "dplr_recurrence")
-        erased = -ours["beta"] * ours["erase_key"]
-        names = ("query", "key", "value", "read_key")
-        return (*function(*(ours[n].float() for n in names), erased, ours["log_decay"]), DIM**-0.5)
-    if model is gated_deltanet_2:
-        function = function_of_fla("gdn2/naive.py", "naive_recurrent_gdn2")
-        gates = read / (k * g.exp()), torch.ones_like(v)
-        output, state = function(q, k, v, g, *gates, scale=1.0, output_final_state=True)
-    else:
-        # It reads after the decay, and multiplies its values by beta.
-        function = function_of_fla("comba/naive.py", "naive_recurrent_comba")
-        beta = swapped["beta"]
-        p, v = read / g.exp()[..., None], v / beta[..., None]
-        output, state = function(q, k, v, p, beta, g, scale=1.0, output_final_state=True)
-    return output.transpose(1, 2), state, 1.0
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("model", [rwkv7, gated_deltanet_2, comba])
-def test_models_as_flash_linear_attention_computes_them(model):
-    """In float32, as its functions cast; skipped where the package is not installed."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    (_, _, query), given = model()
-    *results, scale = by_fla(model, given, query, torch)
-    wanted = linattn.linear_recurrence(
-        query, **given, update_rule="dplr", scale=scale, return_state=True
-    )
-    for theirs, ours in zip(results, wanted, strict=True):
-        np.testing.assert_allclose(theirs.numpy(), ours, rtol=0, atol=2e-6 * np.abs(ours).max())
 
 
 @pytest.mark.parametrize("by_channel", [False, True])

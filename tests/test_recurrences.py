@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import linattn
 from linattn.reference import recurrence
 from linattn.testing import assert_gradient
+from tests import dense_oracle
 
 RULES = ("linear", "gated", "delta", "gated_delta")
 KINDS = [(rule, False) for rule in RULES] + [("gated", True), ("gated_delta", True)]
@@ -95,10 +96,8 @@ def assert_as_loop(arguments, rule, dtype="float64", roundings=1, **options):
 
 
 AXES = [
-    ((2, 3, 4), (1, 3, 4), (1, 3, 4)),
     ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
     ((2, 3, 4), (3, 4), (4,)),
-    ((2, 3, 4), (1, 1, 4), (3, 1)),
     ((2, 3, 4), (1, 3, 1), (2, 1, 1)),
     ((2, 3, 4), (), (1, 1, 1)),
     ((4,), (2, 1, 1), (3, 1)),
@@ -166,19 +165,6 @@ def test_the_loop_by_hand():
         output, state = recurrence(**tokens, **gates[rule], update_rule=rule, initial_state=[[2.0]])
         np.testing.assert_allclose(output[:, 0], wanted[rule], rtol=1e-15)
         np.testing.assert_allclose(state[0, 0], wanted[rule][1], rtol=1e-15)
-
-
-@pytest.mark.parametrize("rule", ["linear", "gated"])
-def test_the_loop_is_a_weighted_sum(rule):
-    """Without the delta rule: the quadratic formula, which shares nothing with the loop."""
-    a = problem(rule, length=9, lead=(2,))
-    del a["initial_state"]
-    total = np.cumsum(a.get("log_decay", np.zeros((2, 9))), axis=-1)
-    weights = np.tril(np.exp(total[..., :, None] - total[..., None, :]))
-    scores = weights * (a["query"] @ np.swapaxes(a["key"], -1, -2)) / np.sqrt(5)
-    np.testing.assert_allclose(
-        recurrence(**a, update_rule=rule)[0], scores @ a["value"], rtol=1e-12
-    )
 
 
 def test_the_loop_rejects_what_does_not_fit():
@@ -378,23 +364,6 @@ def test_packed_sequences_are_separate_ones(xp_any_shape, rule, by_channel):
         np.testing.assert_array_equal(xp.numpy(states)[i], xp.numpy(state))
 
 
-def test_numbers_a_token_broadcast():
-    """One gate for each head, one for each token, and axes of 1."""
-    a = problem("gated_delta", length=80)
-    gates = {
-        "log_decay": -np.linspace(0.1, 0.5, 3)[:, None, None][..., 0],
-        "beta": np.full(80, 0.5),
-    }
-    tokens = {**a, **gates}
-    full = {
-        "log_decay": np.broadcast_to(tokens["log_decay"], (2, 3, 80)),
-        "beta": np.broadcast_to(tokens["beta"], (2, 3, 80)),
-    }
-    got = linattn.linear_recurrence(**tokens, update_rule="gated_delta")
-    want = linattn.linear_recurrence(**{**a, **full}, update_rule="gated_delta")
-    np.testing.assert_array_equal(got, want)
-
-
 def test_what_is_returned_is_new():
     a = problem("gated_delta")
     before = {name: array.copy() for name, array in a.items()}
@@ -438,81 +407,25 @@ def test_the_pullback_is_the_derivative(rule, by_channel):
 
 
 @kinds
-@pytest.mark.frameworks
-def test_gradients_are_those_of_jax_through_the_loop(rule, by_channel):
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    jax.config.update("jax_enable_x64", True)
+@pytest.mark.parametrize("decay", [0.01, 1.0, 50.0])
+def test_gradients_keep_their_digits_at_any_decay(rule, by_channel, decay):
+    """By a complex step through the loop, relative to the largest: those of decays may be e^-50."""
     rng = np.random.default_rng(1)
+    a = problem(rule, by_channel, length=11, lead=(2,), decay=decay)
+    a["query"] = rng.standard_normal((3, 2, 11, 5))  # several queries of one key
     grads = rng.standard_normal((3, 2, 11, 4)), rng.standard_normal((2, 5, 4))
-
-    def loop(a):
-        """Compute what the oracle does, one token after another."""
-
-        def token(state, x):
-            read = 0
-            if "read_key" in x:
-                read = (state * x["read_key"][..., None]).sum(axis=-2)[..., None, :]
-                read = (x["beta"] * x["erase_key"])[..., None] * read
-            if "log_decay" in x:
-                g = x["log_decay"]
-                state = jax.numpy.exp(g if by_channel else g[..., None])[..., None] * state
-            v = x["value"]
-            if rule in ("delta", "gated_delta"):
-                v = x["beta"][..., None] * (v - (state * x["key"][..., None]).sum(axis=-2))
-            state = state + x["key"][..., None] * v[..., None, :] - read
-            return state, (state * x["query"][..., None]).sum(axis=-2) / 5**0.5
-
-        tokens = {
-            name: jax.numpy.moveaxis(array, -axes_of(name, a, by_channel), 0)
-            for name, array in a.items()
-            if name != "initial_state"
-        }
-        state, outputs = jax.lax.scan(token, a["initial_state"], tokens)
-        return jax.numpy.moveaxis(outputs, 0, -2), state
-
-    gradients_of_loop = jax.jit(lambda a: jax.vjp(loop, a)[1](grads)[0])
-    for decay in (0.01, 1.0, 50.0) if "gated" in rule else (1.0,):
-        a = problem(rule, by_channel, length=11, lead=(2,), decay=decay)
-        a["query"] = rng.standard_normal((3, 2, 11, 5))  # several queries of one key
-        want = gradients_of_loop(a)
-        for chunk_size in (4, 64):
-            _, pullback = linattn.linear_recurrence_vjp(
-                **a, update_rule=rule, return_state=True, chunk_size=chunk_size
-            )
-            for name, ours in zip(order_of(a), pullback(*grads), strict=True):
-                assert ours.shape == a[name].shape
-                # In terms of the largest: those of log decays may all be e^-50.
-                difference = np.abs(ours - want[name]).max()
-                assert difference <= 1e-11 * np.abs(want[name]).max(), name
-
-
-@pytest.mark.frameworks
-def test_jax_traces_and_differentiates_it():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    jax.config.update("jax_enable_x64", True)
-    a = problem("gated_delta", length=6, lead=(2,))
-    output, pullback = linattn.linear_recurrence_vjp(**a, update_rule="gated_delta")
-
-    def loss(arrays):
-        output = linattn.linear_recurrence(**arrays, update_rule="gated_delta", chunk_size=4)
-        return (output**2).sum() / 2
-
-    traced = jax.jit(jax.grad(loss))(a | {"query": jax.numpy.asarray(a["query"])})
-    for name, want in zip(order_of(a), pullback(output), strict=True):
-        assert error(np.asarray(traced[name]), want) < 1e-12
-
-
-@kinds
-@pytest.mark.frameworks
-def test_torch_differentiates_it(rule, by_channel):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    a = problem(rule, by_channel, length=20, lead=(2,))
-    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in a.items()}
-    output = linattn.linear_recurrence(**tensors, update_rule=rule, chunk_size=8)
-    output.backward(output.detach())
-    output, pullback = linattn.linear_recurrence_vjp(**a, update_rule=rule)
-    for name, want in zip(order_of(a), pullback(output), strict=True):
-        assert error(tensors[name].grad.numpy(), want) < 1e-12
+    given = {"update_rule": rule, "return_state": True}
+    pulled = [
+        linattn.linear_recurrence_vjp(**a, **given, chunk_size=size)[1](*grads) for size in (4, 64)
+    ]
+    for name, *found in zip(order_of(a), *pulled, strict=True):
+        direction = rng.standard_normal(a[name].shape)
+        run = dense_oracle.recurrence(**a | {name: a[name] + 1e-30j * direction}, update_rule=rule)
+        want = 1e30 * np.imag((grads[0] * run.output).sum() + (grads[1] * run.state).sum())
+        for ours in found:
+            assert ours.shape == a[name].shape
+            largest = np.abs(ours).max() * np.abs(direction).sum()
+            assert abs((ours * direction).sum() - want) <= 1e-12 * largest, name
 
 
 def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
@@ -568,60 +481,6 @@ def test_gradients_of_packed_sequences(rule, by_channel):
 
 
 # Published recurrences ------------------------------------------------------------------------
-
-
-def test_the_recurrences_of_flash_linear_attention():
-    """Formulas of fla/ops/{simple_gla,gla,delta_rule,kda}/naive.py, in its layout (B, T, H, D).
-
-    github.com/fla-org/flash-linear-attention, read on 2026-11-23; simple_gla is Mamba-2's and, with
-    a constant gate, RetNet's; kda with one gate a head is the gated delta rule of Gated DeltaNet.
-    """
-    rng = np.random.default_rng(0)
-    batch, length, heads, dim, value_dim = 2, 33, 3, 6, 4
-    q, k = rng.standard_normal((2, batch, length, heads, dim))
-    k /= np.linalg.norm(k, axis=-1, keepdims=True)
-    v = rng.standard_normal((batch, length, heads, value_dim))
-    g, gk = -rng.exponential(size=(batch, length, heads)), -rng.exponential(size=q.shape)
-    beta = rng.random((batch, length, heads))
-
-    def simple_gla(h, t):
-        return h * np.exp(g[:, t])[..., None, None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-
-    def gla(h, t):
-        return h * np.exp(gk[:, t])[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
-
-    def delta_rule(h, t):
-        new = beta[:, t, :, None] * (v[:, t] - (h * k[:, t][..., None]).sum(-2))
-        return h + k[:, t][..., None] * new[..., None, :]
-
-    def kda(h, t, gate=gk):
-        h = h * np.exp(gate[:, t])[..., None]
-        new = v[:, t] - (k[:, t][..., None] * h).sum(-2)
-        return h + np.einsum("bhk,bhv->bhkv", beta[:, t][..., None] * k[:, t], new)
-
-    def gated_delta_rule(h, t):
-        return kda(h, t, np.broadcast_to(g[..., None], q.shape))
-
-    cases = [
-        ("gated", simple_gla, {"log_decay": g}),
-        ("gated", gla, {"log_decay": gk}),
-        ("delta", delta_rule, {"beta": beta}),
-        ("gated_delta", kda, {"log_decay": gk, "beta": beta}),
-        ("gated_delta", gated_delta_rule, {"log_decay": g, "beta": beta}),
-    ]
-    for rule, update, gates in cases:
-        h = np.zeros((batch, heads, dim, value_dim))
-        want = np.empty_like(v)
-        for t in range(length):
-            h = update(h, t)
-            want[:, t] = dim**-0.5 * np.einsum("bhk,bhkv->bhv", q[:, t], h)
-        ours = [np.swapaxes(x, 1, 2) for x in (q, k, v)]
-        swapped = {name: np.swapaxes(x, 1, 2) for name, x in gates.items()}
-        got, state = linattn.linear_recurrence(
-            *ours, **swapped, update_rule=rule, return_state=True
-        )
-        assert error(np.swapaxes(got, 1, 2), want) < 1e-12, update.__name__
-        assert error(state, h) < 1e-12, update.__name__
 
 
 def run_onnx(engine, inputs, **attributes):

@@ -22,7 +22,7 @@ MAPS = maps(4, 16, "positive", "hyperbolic", "elu", "trigonometric")
 def test_rollback_of_a_decoder(name, dtype):
     """Hundreds of drafts and rejections leave the bits of never having drafted."""
     evidence = assert_rollback(
-        MAPS[name], num_drafts=400 if name == "positive" else 100, dtype=dtype
+        MAPS[name], num_drafts=200 if name == "positive" else 60, dtype=dtype
     )
     assert "drafts taken back" in evidence.detail
 
@@ -37,7 +37,7 @@ def test_rollback_of_a_coreset():
         begin=lambda: linattn.CoresetAttention(4, block_size=8, rng=0),
         step=linattn.CoresetAttention.step,
         snapshot=copy.deepcopy,
-        num_drafts=200,
+        num_drafts=80,
     )
 
 
@@ -52,7 +52,7 @@ def test_rollback_of_a_recurrence(rule):
         return output
 
     start = np.zeros((2, 4, 4))
-    num_drafts = 300 if rule == "gated_delta" else 100
+    num_drafts = 150 if rule == "gated_delta" else 60
     assert_rollback(
         begin=lambda: [start], step=step, snapshot=list, num_drafts=num_drafts, dtype="float64"
     )

@@ -1,7 +1,7 @@
 """Projections: their law, their randomness, and what is known exactly about them.
 
 Statistical tests use fixed seeds and exact standard errors: "within 6" is a false alarm of about
-2e-9 for a draw from a normal law, and the twin tests show what the same check makes of a defect.
+2e-9 for a draw from a normal law.
 Where only an estimated error is to be had (variances, nets) the test says so.
 
 The closed forms are judged by `oracle`: the sum over rows and pairs of rows, each integrated over
@@ -64,7 +64,6 @@ def each(samplers: Any) -> pytest.MarkDecorator:
 every_sampler = each(list(SAMPLERS.values()))
 every_closed_form = each([s for s in SAMPLERS.values() if s not in NETS])
 every_unbiased = each([s for s in SAMPLERS.values() if s not in BIASED])
-every_biased = each(BIASED)
 every_net = each(NETS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 pair_functions = each([gaussian, orthogonal])
@@ -133,11 +132,6 @@ def variance(
     return np.asarray(independent_variance(kind, sq_norm, A, dim) / num - gap)
 
 
-def positive_variance(sampler: Sampler, v: float, num: int, dim: int) -> float:
-    """Var of the mean of exp(w.z - v/2) over one draw (in units of K^2)."""
-    return float(variance(sampler, "positive", v, num, dim))
-
-
 def norm_nodes(sampler: Sampler, num: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Nodes and weights of the norm in each stratum: one for the norm of all rows, or m."""
     if sampler is fixed_norm:
@@ -200,12 +194,6 @@ def oracle(
     return float(means.mean() / kernel), float(total)
 
 
-def positive_z_score(rows: np.ndarray, z: np.ndarray, variance: float) -> float:
-    """How many exact standard errors the mean of exp(w.z - v/2) over draws is off 1."""
-    draws = np.exp(rows @ z - z @ z / 2).mean(axis=-1)
-    return float((draws.mean() - 1) / np.sqrt(variance / len(draws)))
-
-
 def raw_qr(num: int, dim: int, seed: int, draws: int) -> np.ndarray:
     """The common defect: orthogonal blocks from QR, its signs left as LAPACK chose them."""
     rng = np.random.default_rng(seed)
@@ -218,76 +206,18 @@ def raw_qr(num: int, dim: int, seed: int, draws: int) -> np.ndarray:
 # --- pair functions ------------------------------------------------------------------------------
 
 
-def test_known_answers():
-    x, y = np.array([0.3, -0.2, 0.5, 0.1]), np.array([-0.1, 0.4, 0.2, 0.6])
-    kernel, v, s = np.exp(x @ y), (x + y) @ (x + y), (x - y) @ (x - y)
-    gap, gap_trig = orthogonal.pair_gap(v, 4), orthogonal.pair_gap_trig(s, 4)
-
-    def known(value, answer):
-        assert value == pytest.approx(answer, rel=1e-13)
-
-    known(np.exp(v) * (1 - gap), 2.67890477976820765)
-    known(np.exp(-s) - gap_trig, 0.390836705928013969)
-    known(gap, 0.0718778737283415543)
-    for num, answer in [(4, 0.46161258773687673), (8, 0.230806293868438365)]:
-        known(kernel**2 * positive_variance(orthogonal, v, num, 4), answer)
-    known(kernel**2 * positive_variance(orthogonal, v, 6, 4), 0.31656809579099301)
-    known(kernel**2 * variance(orthogonal, "paired", v, 4, 4), 0.110732538969242649)
-    trig = variance(orthogonal, "trigonometric", s, 4, 4)
-    known(np.exp(x @ x + y @ y) * trig, 0.045309579395857401)
-
-    pair = 1 - simplex.variance_gap("positive", v, 4, 4) * 16 / num_pairs(4, 4)
-    known(np.exp(v) * pair, 2.03246603753417731)
-    known(kernel**2 * positive_variance(simplex, v, 4, 4), 0.275974991021794671)
-    known(kernel * fixed_norm.mean_factor("positive", v, 4, 4), 1.01007634472501089)
-    known(fixed_norm.mean_factor("positive", v, 9, 4), 0.960814340094556923)
-    known(kernel**2 * positive_variance(fixed_norm, v, 4, 4), 0.205193800809217208)
-    bias = quantile.mean_factor("positive", v, 4, 4) - 1
-    assert bias == pytest.approx(-0.0698598555623597527, rel=1e-12)
-    known(np.exp(v) * positive_variance(orthogonal, v, 4, 4), 1.20559196748012)
-    known(np.exp(v) * positive_variance(stratified, v, 4, 4), 1.16939796078525)
-
-    A = -0.10263026741384224
-    tilted = kernel**2 * variance(orthogonal, "positive", v, 4, 4, A)
-    assert tilted == pytest.approx(0.254389830933133555, rel=1e-12)
-    antithetic = kernel**2 * variance(orthogonal, "paired", v, 4, 4, -0.0885)
-    assert antithetic == pytest.approx(0.0153219735368855766, rel=1e-12)
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3, 4, 16, 4096])
+@pytest.mark.parametrize("dim", [1, 2, 3, 16, 4096])
 def test_pair_gaps_equal_the_exact_series(dim):
-    points = np.array([1e-9, 1e-3, 0.25, 0.999, 1.0, 1.001, 4.0, 16.0, 50.0, 200.0, 700.0])
+    points = np.array([1e-9, 1e-3, 0.25, 1.0, 1.001, 4.0, 16.0, 50.0, 200.0])
     expected = [exact_gap(point, dim) for point in points]
     np.testing.assert_allclose(orthogonal.pair_gap(points, dim), expected, rtol=1e-14)
 
-    points = np.append(points, 1400.0)
+    points = np.append(points, 700.0)
     expected_trig = np.array([exact_gap_trig(point, dim) for point in points])
     gap_trig = orthogonal.pair_gap_trig(points, dim)
     np.testing.assert_allclose(gap_trig, expected_trig, rtol=0, atol=1e-15)
     near = points <= 1
     np.testing.assert_allclose(gap_trig[near], expected_trig[near], rtol=1e-14)
-
-
-def test_pair_gaps_agree_with_scipy():
-    v = np.linspace(0, 50, 101)
-    for dim in range(1, 65):
-        gap = 1 - np.exp(-v) * special.hyp1f1(dim, dim / 2, v / 2)
-        np.testing.assert_allclose(orthogonal.pair_gap(v, dim), gap, rtol=0, atol=1e-14)
-        gap_trig = np.exp(-v) - special.hyp1f1(dim, dim / 2, -v / 2)
-        np.testing.assert_allclose(orthogonal.pair_gap_trig(v, dim), gap_trig, rtol=0, atol=2e-15)
-
-
-@settings(deadline=None)
-@given(v=st.floats(0, 1e6), dim=st.integers(1, 300))
-def test_positive_gap_keeps_its_bounds(v, dim):
-    gap = float(orthogonal.pair_gap(v, dim))
-    assert gap <= 1 + 1e-14
-    if dim > 1:  # Performer, Theorem 2, of which the gap is the exact form
-        assert gap >= 2 / (dim + 2) * np.expm1(-v / 2) ** 2 * (1 - 1e-13)
-
-
-def test_trigonometric_gap_may_be_negative():
-    assert orthogonal.pair_gap_trig(16.0, 4) < 0 < orthogonal.pair_gap_trig(1.0, 4)
 
 
 @pair_functions
@@ -327,28 +257,6 @@ def test_num_pairs_counts_pairs_of_one_block(num, dim):
     assert num_pairs(num, dim) == len(pairs)
 
 
-@pytest.mark.parametrize("dim", [2, 4])
-def test_drawn_pairs_have_the_stated_gaps(dim):
-    """Both gaps are more than 8 standard errors from 0 here, the gap of independent rows."""
-    n, v, z = 40_000, 1.0, np.eye(dim)[0]
-    rows = orthogonal(dim, dim, 5, batch_shape=(n,)) @ z
-
-    # cosh has the mean of exp and a smaller variance: E cosh^2 u = (1 + E cosh 2u)/2.
-    draws = np.exp(-v) * np.cosh(rows[:, 0] + rows[:, -1])
-    gap = orthogonal.pair_gap(v, dim)
-    second = np.exp(-2 * v) * (1 + np.exp(4 * v) * (1 - orthogonal.pair_gap(4 * v, dim))) / 2
-    error = np.sqrt((second - (1 - gap) ** 2) / n)
-    assert abs(draws.mean() - (1 - gap)) < 6 * error
-    assert gap > 8 * error
-
-    # cos a cos b = (cos(a + b) + cos(a - b))/2, both of one law; bounded, so its own error will do.
-    draws = np.cos(rows[:, 0]) * np.cos(rows[:, -1])
-    gap = orthogonal.pair_gap_trig(v, dim)
-    error = draws.std() / np.sqrt(n)
-    assert abs(draws.mean() - (np.exp(-v) - gap)) < 6 * error
-    assert gap > 8 * error
-
-
 def test_blocks_are_independent():
     """One rotation for two blocks would give cos(w1.z) cos(w3.z) another mean."""
     n, s, z = 40_000, 1.0, np.array([1.0, 0.0])
@@ -374,7 +282,7 @@ every_case = pytest.mark.parametrize(("kind", "A"), CASES, ids=str)
 
 @every_closed_form
 @every_case
-@pytest.mark.parametrize(("num", "dim"), [(4, 4), (5, 3), (2, 3), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(("num", "dim"), [(4, 4), (5, 3), (1, 2), (3, 1)], ids=str)
 def test_mean_and_variance_equal_the_oracle(sampler, kind, A, num, dim):
     for sq_norm in (0.2, 4.0):
         mean, expected = oracle(sampler, kind, sq_norm, num, dim, A)
@@ -411,7 +319,7 @@ def test_moments_of_tilted_points_equal_the_oracle(kind, A, v):
 def test_gaps_vanish_like_a_power(sampler, kind):
     """No rounding stands in for the leading term, v for biased norms of one sign and else v^2."""
     power = 1 if sampler is quantile and kind == "positive" else 2
-    for num in range(1, 30):
+    for num in (1, 2, 3, 4, 7, 29):
         small, large = sampler.variance_gap(kind, [1e-9, 1e-8], num, 3)
         assert small * 10**power == pytest.approx(large, rel=1e-5, abs=1e-22)
 
@@ -472,35 +380,6 @@ def test_even_simplex_gap_starts_with_the_square_of_its_cosine(kind, dim):
         assert gap == pytest.approx(expected, rel=3e-5, abs=1e-30)
 
 
-@settings(deadline=None)
-@given(v=st.floats(0, 60), num=st.integers(1, 40), dim=st.integers(1, 20))
-def test_couplings_keep_their_order(v, num, dim):
-    def gap(sampler, kind):
-        return float(sampler.variance_gap(kind, v, num, dim))
-
-    for kind in ("positive", "paired"):
-        assert gap(stratified, kind) >= gap(orthogonal, kind) - 1e-14 >= -1e-14
-    rounding = 1e-14 * np.exp(v) / num
-    assert gap(simplex, "positive") >= gap(orthogonal, "positive") - 1e-14
-    assert gap(simplex, "paired") <= gap(orthogonal, "paired") + 1e-14
-    for sampler in (orthogonal, simplex, stratified, quantile, fixed_norm):
-        for kind in ("positive", "paired"):
-            assert independent_variance(kind, v) / num - gap(sampler, kind) >= -rounding
-
-
-@settings(deadline=None)
-@given(v=st.floats(0, 1e3), dim=st.integers(1, 300))
-def test_bias_of_fixed_norms_keeps_its_bounds(v, dim):
-    factor = float(fixed_norm.mean_factor("positive", v, 1, dim))
-    lower = max(1 - v**2 / (4 * (dim + 2)), np.exp(-(v**2) / (4 * dim)))
-    assert lower * (1 - 1e-12) <= factor <= 1 + 1e-13
-
-
-def test_quantile_norms_lose_what_the_literature_leaves_out():
-    biases = [100 * (quantile.mean_factor("positive", 1.06, m, 4) - 1) for m in (4, 16, 64, 256)]
-    np.testing.assert_allclose(biases, [-6.99, -3.49, -1.46, -0.55], atol=0.005)
-
-
 @lru_cache
 def drawn(sampler: Sampler) -> np.ndarray:
     """Projections w.z of 40,000 draws of 7 rows in 4 dimensions, |z| = 1."""
@@ -515,57 +394,17 @@ FEATURES: dict[str, Callable[[Any, float], Any]] = {
 }
 
 
-def moment_scores(sampler: Sampler, kind: str, law: Sampler) -> tuple[float, float]:
-    """How many standard errors mean and variance of what ``sampler`` drew are off those of ``law``.
-
-    The mean's error is exact if they are one; the variance's is estimated, from 40,000 draws of a
-    variable of moderate kurtosis.
-    """
-    v = 0.25
-    draws = FEATURES[kind](drawn(sampler) * np.sqrt(v), v).mean(axis=-1)
-    factor = float(law.mean_factor(kind, v, 7, 4))
-    expected = variance(law, kind, v, 7, 4) * (np.exp(v) if kind == "trigonometric" else 1)
-    squares = (draws - factor) ** 2
-    error = squares.std() / np.sqrt(draws.size)
-    mean_error = np.sqrt(expected / draws.size)
-    return float((draws.mean() - factor) / mean_error), float((squares.mean() - expected) / error)
-
-
 @every_closed_form
 @every_kind
 def test_drawn_estimates_have_the_stated_moments(sampler, kind):
-    mean, variance = moment_scores(sampler, kind, sampler)
-    assert abs(mean) < 6
-    assert abs(variance) < 6
-
-
-@pytest.mark.parametrize(
-    ("sampler", "kind", "law"),
-    [
-        (orthogonal, "paired", gaussian),
-        (orthogonal, "trigonometric", gaussian),
-        (simplex, "positive", orthogonal),
-        (simplex, "paired", orthogonal),
-        (simplex, "trigonometric", orthogonal),
-        (stratified, "paired", orthogonal),
-        (stratified, "trigonometric", orthogonal),
-        (quantile, "paired", stratified),
-        (fixed_norm, "paired", quantile),
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_another_law_is_told_by_its_variance(sampler, kind, law):
-    _, variance = moment_scores(sampler, kind, law)
-    assert abs(variance) > 8
-
-
-@every_biased
-def test_norms_without_chance_are_biased_and_their_twin_is_not(sampler):
-    """Both the deterministic quantiles and sqrt(d) are one line away from `stratified`."""
-    mean, _ = moment_scores(sampler, "paired", stratified)
-    assert mean < -10
-    mean, _ = moment_scores(stratified, "paired", stratified)
-    assert abs(mean) < 6
+    """The mean's error is exact, that of the variance estimated, of a moderate kurtosis."""
+    v = 0.25
+    draws = FEATURES[kind](drawn(sampler) * np.sqrt(v), v).mean(axis=-1)
+    factor = float(sampler.mean_factor(kind, v, 7, 4))
+    expected = variance(sampler, kind, v, 7, 4) * (np.exp(v) if kind == "trigonometric" else 1)
+    squares = (draws - factor) ** 2
+    assert abs(draws.mean() - factor) < 6 * np.sqrt(expected / draws.size)
+    assert abs(squares.mean() - expected) < 6 * squares.std() / np.sqrt(draws.size)
 
 
 @every_closed_form
@@ -653,17 +492,6 @@ def test_every_block_is_orthogonal(num, dim, seed):
     assert len(np.unique(np.round(norms, 12))) == num
 
 
-@each([gaussian, orthogonal, simplex, stratified])
-def test_squared_norms_follow_chi_squared(sampler):
-    dim = 5
-    norms = (sampler(4_000, dim, 7) ** 2).sum(axis=1)
-    assert stats.kstest(norms, stats.chi2(dim).cdf).pvalue > 1e-6
-    # The correlation of independent norms of neighbours is 0 with standard error 1/sqrt(n).
-    assert abs(np.corrcoef(norms[::2], norms[1::2])[0, 1]) < 6 / np.sqrt(2_000)
-    # Norms all equal to their root mean square, a common shortcut, are another law.
-    assert stats.kstest(np.full(4_000, dim), stats.chi2(dim).cdf).pvalue < 1e-6
-
-
 @every_unbiased
 @pytest.mark.parametrize("row", [0, 2, 3, 6], ids="row {}".format)
 def test_each_row_is_standard_normal(sampler, row):
@@ -676,35 +504,6 @@ def test_each_row_is_standard_normal(sampler, row):
     if row == 0:
         raw = raw_qr(1, dim, 8, n)[:, 0] @ directions[0]
         assert stats.kstest(raw, stats.norm.cdf).pvalue < 1e-6
-
-
-@each([s for s in SAMPLERS.values() if s not in NETS and s.unbiased])
-@pytest.mark.parametrize("num", [1, 8, 11, 16], ids="num {}".format)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_odd_estimates_are_unbiased(sampler, num, sign):
-    dim = 8
-    z = sign * np.ones(dim) / np.sqrt(dim)
-    rows = sampler(num, dim, 9, batch_shape=(4_000,))
-    assert abs(positive_z_score(rows, z, positive_variance(sampler, 1.0, num, dim))) < 6
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("dim", [8, 16])
-def test_odd_estimates_reveal_qr_without_its_signs(dim, sign):
-    z = sign * np.ones(dim) / np.sqrt(dim)
-    variance = positive_variance(orthogonal, 1.0, dim, dim)
-    score = positive_z_score(raw_qr(dim, dim, 9, 4_000), z, variance)
-    assert -sign * score > 10
-    assert -sign * score * np.sqrt(variance / 4_000) > 0.1  # the bias itself, relative
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_mean_of_the_positive_estimate_over_6000_draws(sign):
-    dim, num = 16, 48
-    z = sign * 0.7 * np.ones(dim) / np.sqrt(dim)
-    variance = positive_variance(orthogonal, z @ z, num, dim)
-    rows = orthogonal(num, dim, 10, batch_shape=(6_000,))
-    assert abs(positive_z_score(rows, z, variance)) < 6
 
 
 def test_truncated_blocks_and_the_smallest_sizes():
@@ -764,15 +563,6 @@ def test_rows_get_the_strata_at_random(sampler):
     # Two rows of one block are as often neighbours in rank as two of different blocks.
     near = [np.mean(np.abs(ranks[:, 0] - ranks[:, other]) == 1) for other in (1, 3)]
     assert np.abs(np.array(near) - 1 / 3).max() < 6 * np.sqrt(2 / 9 / n)
-
-
-def test_a_row_that_keeps_its_stratum_is_not_normal():
-    """The twin of `stratified` without the random order: unbiased as a whole, not row by row."""
-    rows = stratified(7, 4, 8, batch_shape=(4_000,))
-    norms = np.sort(np.linalg.norm(rows, axis=-1), axis=-1)
-    units = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-    first = units[:, 0, 0] * norms[:, 0]
-    assert stats.kstest(first, stats.norm.cdf).pvalue < 1e-6
 
 
 # --- nets ----------------------------------------------------------------------------------------

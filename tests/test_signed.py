@@ -15,7 +15,8 @@ import linattn
 from linattn import feature_maps as maps
 from linattn import reference, testing
 from linattn.testing.check import CHECKS
-from tests.attentions import DIM, MAPS, Attention, fetched, in_library, tokens
+from tests.attentions import DIM, Attention, fetched, in_library, tokens
+from tests.every_map import OF_EACH_CLASS
 
 SIGNED = maps.RandomFourierFeatures(DIM, 16, rng=0)
 POSITIVE = maps.PositiveFeatures(DIM, 16, rng=0)
@@ -195,27 +196,7 @@ def test_values_that_are_traced_are_not_read():
         np.testing.assert_allclose(output, expected, rtol=1e-9)
 
 
-INSIDE = maps.PositiveFeatures(DIM, 8, rng=0)
-MADE: list[Any] = [
-    *MAPS.values(),
-    maps.ActivationFeatures(DIM, 8, epsilon=-1.0, rng=0),
-    maps.CosformerFeatures(DIM, max_length=64),
-    maps.DenseExponentialFeatures(DIM, 8, A=np.zeros(DIM), transform=np.eye(DIM), rng=0),
-    maps.GeneralizedExponentialFeatures(DIM, 8, A=-0.1, rng=0),
-    maps.HedgehogFeatures(np.eye(DIM)),
-    maps.LandmarkFeatures.fit(*tokens(dtype="float64")[:2], num_features=4, num_probes=8, rng=0),
-    maps.PolynomialFeatures(DIM, degree=2),
-    maps.RandomFourierFeatures(DIM, 8, rng=0),
-    maps.Reparametrized(INSIDE, query_shift=np.ones(DIM)),
-    maps.Reparametrized(maps.TrigonometricFeatures(DIM, 8, rng=0), query_shift=np.ones(DIM)),
-    maps.RotatedFeatures(maps.EluFeatures(DIM)),
-    maps.SignFeatures(DIM, 8, rng=0),
-    maps.SoftmaxFeatures(DIM),
-    maps.TaylorFeatures(DIM),
-]
-
-
-@pytest.mark.parametrize("feature_map", MADE, ids=lambda phi: type(phi).__name__)
+@pytest.mark.parametrize("feature_map", OF_EACH_CLASS.values(), ids=OF_EACH_CLASS)
 def test_maps_of_linattn_say_what_they_are(feature_map):
     report = testing.check_feature_map(
         feature_map, num_draws=800, skip=["variance", "redraw"], length=33
@@ -226,7 +207,7 @@ def test_maps_of_linattn_say_what_they_are(feature_map):
 
 
 def test_every_map_of_linattn_is_tried():
-    tried = {type(phi).__name__ for phi in MADE}
+    tried = {type(phi).__name__ for phi in OF_EACH_CLASS.values()}
     assert tried == {*maps.__all__} - {"BaseFeatureMap", "CalibratedFeatures"}
 
 

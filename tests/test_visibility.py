@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,10 @@ from linattn.feature_maps import (
     PositiveFeatures,
 )
 from linattn_numpy import planning
-from tests.attentions import maps
 from tests.entries import saying
 
 DIM, VALUE_DIM = 4, 3
-MAPS: dict[str, Any] = {
-    **maps(DIM, 8, "positive", "elu", "relu", "softmax", rng=1),
-    "cosformer": CosformerFeatures(DIM, max_length=2000),
-    "exact": None,
-}
-PHI = MAPS["positive"]
+PHI = PositiveFeatures(DIM, 8, rng=1)
 
 
 def inputs(length, num_keys=None, *, lead=(2,), seed=0):
@@ -41,47 +36,15 @@ def inputs(length, num_keys=None, *, lead=(2,), seed=0):
     return [rng.standard_normal((*lead, *s)).astype(np.float16).astype(float) for s in shapes]
 
 
-def attend(name, query, key, value, **options):
-    if name == "exact":
-        options.pop("chunk_size", None)
-        return linattn.softmax_attention(query, key, value, **options)
-    return linattn.linear_attention(query, key, value, MAPS[name], **options)
-
-
-def oracle(name, query, key, value, visible):
-    if name == "exact":
-        return reference.softmax_attention(query, key, value, visible=visible)
-    if name != "softmax":
-        return reference.kernel_attention(query, key, value, MAPS[name], visible=visible)
-    # Its weights depend on which keys are seen: each query by itself.
-    assert visible.ndim == 2
-    rows = [
-        reference_of_softmax_features(query[..., i, :], key[..., sees, :], value[..., sees, :])
-        for i, sees in enumerate(visible)
-    ]
-    return np.stack(rows, axis=-2) if rows else np.zeros_like(value)
-
-
-def reference_of_softmax_features(query, key, value):
-    """Softmax over features for the query, over the keys for each feature."""
-    if key.shape[-2] == 0:
-        return np.zeros(value.shape[:-2] + value.shape[-1:])
-    query = np.exp(query) / np.exp(query).sum(axis=-1, keepdims=True)
-    key = np.exp(key) / np.exp(key).sum(axis=-2, keepdims=True)
-    return np.einsum("...d,...sd,...se->...e", query, key, value)
-
-
-def prefixes(stops, num_keys):
-    return np.arange(num_keys) < np.asarray(stops)[..., None]
-
-
 # Against the oracle -----------------------------------------------------------------------------
 
 
 def test_the_first_query_of_a_block_may_miss_its_last_key(numpy_path):
     arrays = inputs(2, 9)
     out, pullback = linattn.softmax_attention_vjp(*arrays, key_stop=[8, 9])
-    assert_allclose(out, oracle("exact", *arrays, prefixes([8, 9], 9)), rtol=1e-11, atol=1e-11)
+    visible = np.arange(9) < np.array([[8], [9]])
+    expected = reference.softmax_attention(*arrays, visible=visible)
+    assert_allclose(out, expected, rtol=1e-11, atol=1e-11)
     grad = np.zeros_like(out)
     grad[..., 0, :] = 1
     for gradient in pullback(grad)[1:]:
@@ -96,7 +59,7 @@ def test_gradients_of_many_steps_are_those_of_few(numpy_path):
     arrays = inputs(420, lead=())
     stops = np.minimum(7 * (np.arange(420) // 7 + 1), 420)
     grad = np.random.default_rng(1).standard_normal((420, VALUE_DIM))
-    for phi in (PHI, MAPS["cosformer"]):
+    for phi in (PHI, CosformerFeatures(DIM, max_length=2000)):
         pulled = [
             linattn.linear_attention_vjp(*arrays, phi, key_stop=stops, chunk_size=size)[1](grad)
             for size in (2, None)
@@ -207,10 +170,10 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "words"), ERRORS, ids=lambda x: str(x)[:40])
-@pytest.mark.parametrize("name", ["positive", "exact"])
-def test_errors(name, options, kind, words):
-    with pytest.raises(kind, match=saying(*words)):
-        attend(name, *inputs(3), **options)
+def test_errors(options, kind, words):
+    for attend in (partial(linattn.linear_attention, feature_map=PHI), linattn.softmax_attention):
+        with pytest.raises(kind, match=saying(*words)):
+            attend(*inputs(3), **options)
 
 
 def test_errors_of_what_does_not_go_together():

@@ -12,12 +12,12 @@ import pytest
 from numpy.testing import assert_allclose
 
 import linattn
-from tests import dense_oracle
 from tests.attentions import full_and_causal, maps
+from tests.option_draws import Case
 from tests.pairs import DIM, tokens
+from tests.test_fuzz_options import check_gradient
 
 MAPS = {**maps(DIM, 8, "positive", "hyperbolic"), **maps(DIM, 64, "trigonometric")}
-RNG = np.random.default_rng(3)
 
 
 @full_and_causal
@@ -29,37 +29,6 @@ def test_every_library(xp, is_causal):
     found = linattn.linear_attention_vjp(*moved, MAPS["hyperbolic"], **options)[1](moved[0])
     for gradient, like in zip(found, wanted, strict=True):
         assert_allclose(xp.numpy(gradient), like, atol=1e-11)
-
-
-@pytest.mark.frameworks
-@full_and_causal
-def test_they_are_those_of_autograd(is_causal):
-    """Of the dense formula in torch: exact near keys, far ones by features, one denominator."""
-    torch = pytest.importorskip("torch")
-    (query, key, value), w = tokens((2,)), 6
-    phi, bias = MAPS["positive"], RNG.standard_normal(5)
-    grad = np.random.default_rng(2).standard_normal(value.shape)
-    leaves = [torch.tensor(x, requires_grad=True) for x in (query, key, value)]
-    q, k, v = leaves
-    omega = torch.tensor(phi.projection)
-    u, t = (phi.scale**0.5 * x @ omega.T for x in (q, k))
-    rows = (phi.scale * (x * x).sum(-1, keepdim=True) / 2 for x in (q, k))
-    features = [torch.exp(a - b) for a, b in zip((u, t), rows, strict=True)]
-    place = torch.arange(query.shape[-2])
-    apart, blocks = place - place[:, None], place // w - place[:, None] // w
-    offsets = torch.tensor(bias)[torch.clamp(apart, -2, 2) + 2]
-    far = features[0] @ features[1].mT / omega.shape[0]
-    weights = torch.where(abs(blocks) <= 1, torch.exp(phi.scale * q @ k.mT), far)
-    weights = weights * torch.exp(offsets)
-    if is_causal:
-        weights = torch.where(apart <= 0, weights, 0.0)
-    output = weights @ v / weights.sum(-1, keepdim=True)
-    output.backward(torch.tensor(grad))
-    options = {"exact_window": w, "is_causal": is_causal, "window_bias": bias}
-    found, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
-    assert_allclose(found, output.detach().numpy(), atol=1e-12)
-    for gradient, leaf in zip(pullback(grad), leaves, strict=True):
-        assert_allclose(gradient, leaf.grad.numpy(), atol=1e-12)
 
 
 @full_and_causal
@@ -99,19 +68,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("rule", BESIDE)
 def test_gradients_beside_every_rule_are_those_of_the_dense_formula(rule, window, sinks):
     """By a complex step along one direction; the rules were refused once."""
-    rng = np.random.default_rng(0)
-    arrays = list(rng.standard_normal((3, 2, 40, DIM)))
-    phi, options = MAPS["positive"], {"exact_window": window, "sinks": sinks}
-    options |= BESIDE[rule]
-    out, pullback = linattn.linear_attention_vjp(*arrays, phi, chunk_size=16, **options)
-    cotangent = rng.standard_normal(out.shape)
-    found = pullback(cotangent)
-    points = [*arrays, *([options["log_decay"]] if "log_decay" in options else [])]
-    for i, (point, gradient) in enumerate(zip(points, found, strict=True)):
-        direction = rng.standard_normal(np.shape(point))
-        moved = np.asarray(point) + 1e-30j * direction
-        query, key, value = (moved if i == j else x for j, x in enumerate(arrays))
-        given = options | ({"log_decay": moved} if i == 3 else {})
-        want = dense_oracle.evaluate(query, key, value, phi, **given).output
-        want = 1e30 * np.imag((cotangent * want).sum())
-        assert_allclose((gradient * direction).sum(), want, rtol=1e-10, atol=1e-10)
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 40, DIM))
+    options = {"exact_window": window, "sinks": sinks, "chunk_size": 16, **BESIDE[rule]}
+    case = Case(0, "linear", query, key, value, MAPS["positive"], options)
+    assert check_gradient(case) == "compared"
