@@ -19,7 +19,7 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.specs import is_column_normalized
 from linattn._generic.column_means import scan_column_normalized
-from linattn._generic.decay import fade, faded_rows, near
+from linattn._generic.decay import fade, faded_rows, near_one
 from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn._generic.separate import scan_separate
@@ -251,7 +251,7 @@ def _only_read(
     problem: Problem, functions: BlockFunctions, query: Tokens, log_decay: Array, state: State
 ) -> tuple[Partial, State]:
     """Read a state that decays while all keys are masked."""
-    before, log = near(state)
+    before, log = near_one(state)
     part = functions.read_block(problem.query_spec, query, before, problem.want_log)
     part = part._replace(log=faded_rows(part.log + log, log_decay))
     after = fade(state, problem.xp.sum(log_decay, axis=-2))

@@ -34,7 +34,7 @@ from linattn._generic.block_vjps import (
 )
 from linattn._generic.causal_vjps import BlockPullback
 from linattn._generic.column_means import column_normalized_vjp
-from linattn._generic.decay import near
+from linattn._generic.decay import near_one
 from linattn.typing import Array, Partial, Problem, RowScale, State, Tokens
 
 MAX_PULLED = 128
@@ -223,7 +223,7 @@ class LinePullback(NamedTuple):
         """Pull rows back that read a state; a decayed one near 1, where logs keep digits."""
         if self.line.problem.weights.log_decay is None:
             return read_rows_vjp(spec, query, rows, state, adjoint)
-        close, top = near(state)
+        close, top = near_one(state)
         nothing = empty_adjoint(self.line.problem, state)
         moved = rows._replace(log=rows.log - top)
         of_query, term, of_state = read_rows_vjp(spec, query, moved, close, nothing)

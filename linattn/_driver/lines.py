@@ -32,7 +32,7 @@ from linattn._driver.blocks import (
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.specs import is_placed, read_spec, select_rows
 from linattn._driver.steps import MIN_RUN, Step, steps_of
-from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
+from linattn._generic.decay import decay_since, decay_until, fade, near_one, weighed
 from linattn.typing import Array, Features, MapSpec, Opaque, Partial, Problem, State, Tokens
 
 
@@ -120,7 +120,7 @@ class Line(NamedTuple):
         if problem.weights.log_decay is None:
             part = self.functions.read_block(spec, query, seen, problem.want_log)
             return select_rows(problem, part)
-        seen, top = near(seen)
+        seen, top = near_one(seen)
         part = self.functions.read_block(spec, query, seen, problem.want_log)
         return Partial(part.num_den, part.log + top)
 

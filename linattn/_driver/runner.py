@@ -27,7 +27,7 @@ from linattn._driver.steps import Step
 from linattn._driver.window import window_rows
 from linattn.typing import Array, Index, Partial, Plan, Problem, State
 
-Read: TypeAlias = Callable[[Array], Array | None]
+ReadInto: TypeAlias = Callable[[Array], Array | None]
 """``read(out)`` writes divided rows into ``out`` and returns None, or returns the rows."""
 
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     block_size: int
     write: Callable[[slice, Partial], None]
     """``write(rows, part)`` receives the sums of finished rows, not divided yet."""
-    write_read: Callable[[slice, Read], None] | None = None
+    write_read: Callable[[slice, ReadInto], None] | None = None
     """``write_read(rows, read)`` calls ``read`` to compute and divide finished rows in one step.
 
     None if a run must call `write` instead.
@@ -62,7 +62,7 @@ class Run(NamedTuple):
         def write(part_rows: slice, part: Partial) -> None:
             self.write(here(part_rows), part)
 
-        def write_read(part_rows: slice, read: Read) -> None:
+        def write_read(part_rows: slice, read: ReadInto) -> None:
             assert write_read_rows is not None
             write_read_rows(here(part_rows), read)
 

@@ -45,7 +45,7 @@ from linattn._driver.short_runs import ShortRun, read_short_runs
 from linattn._driver.specs import for_blocks, innermost, is_placed
 from linattn._driver.steps import MIN_RUN, Step, states_before
 from linattn._driver.stops import Integers, Stops, stops_of
-from linattn._generic.decay import decay_since, decay_until, fade, near, weighed
+from linattn._generic.decay import decay_since, decay_until, fade, near_one, weighed
 from linattn._generic.exact import beside, exact_pairs
 from linattn._generic.prefix_states import (
     blocks_of,
@@ -518,7 +518,7 @@ def _running(
 
 
 def _decayed(problem: Problem, states: State, log: Array) -> Read:
-    states, top = near(states)
+    states, top = near_one(states)
     return Read(states, problem.xp.astype(top + log, problem.dtype, copy=False))
 
 

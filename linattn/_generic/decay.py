@@ -37,7 +37,7 @@ def fade(state: State, log: Array) -> State:
     return State(kvz, log_scale, state.length)
 
 
-def near(state: State) -> tuple[State, Array]:
+def near_one(state: State) -> tuple[State, Array]:
     """State on the scale of its largest feature, and the log of that scale, ``(..., 1, 1)``.
 
     The log scales of a decayed state may be so large that adding them would round a query's logs.

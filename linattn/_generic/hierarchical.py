@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from linattn._arrays import namespace
-from linattn._generic.decay import fade, faded_keys, faded_rows, near
+from linattn._generic.decay import fade, faded_keys, faded_rows, near_one
 from linattn._generic.features import query_features, row_features
 from linattn._generic.states import absorb, combine, read
 from linattn._numerics import exp_or_zero, finite_shift
@@ -115,7 +115,7 @@ def read_features_hierarchical(
     if log_decay is None:
         part = read(queries, state)
     else:
-        before, log = near(state)
+        before, log = near_one(state)
         part = read(queries, before)
         part = part._replace(log=faded_rows(part.log + log, log_decay))
     part = combine(read_diagonal(queries, keys, values_and_one), part)

@@ -14,8 +14,6 @@ from linattn.gradients import differentiable_problem, pullback_of
 from linattn.interop.torch._node import KINDS, Call, Named
 from linattn.typing import Array, Recurrence, State
 
-__all__: list[str] = []
-
 NOT_OPTIONS = ("query", "key", "value", "kvz", "log_scale", "far_bias[0]", "far_bias[1]")
 OF_STATE = ("feature_map", "return_state", "fingerprint", "num_sequences")
 

@@ -18,8 +18,6 @@ from linattn.interop.torch._node import (
 )
 from linattn.typing import Array
 
-__all__: list[str] = []
-
 CORE_AXES = {
     **dict.fromkeys((*TOKENS, "kvz", "initial_state"), 2),
     **dict.fromkeys(("log_scale", "key_mask", "key_bias", "beta"), 1),
