@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,9 +19,10 @@ from linattn._driver.blocks import (
     task_index,
 )
 from linattn._driver.specs import is_column_normalized
-from linattn._generic.column_means import scan_column_normalized
+from linattn._generic.causal import scan_features
+from linattn._generic.column_means import read_means, scan_column_normalized, scan_on_one_scale
 from linattn._generic.decay import fade, faded_rows, near_one
-from linattn._generic.features import query_features, row_features
+from linattn._generic.features import evaluate, query_features, row_features
 from linattn._generic.hierarchical import scan_hierarchical
 from linattn._generic.separate import scan_separate
 from linattn._generic.states import absorb, read
@@ -135,14 +137,15 @@ def causal_block(
 ) -> tuple[Partial, State]:
     """Causal attention of a block after a state, every row accepted; also the state after it."""
     specs = (problem.query_spec, problem.key_spec)
-    if is_column_normalized(problem):
-        return scan_column_normalized(problem, query, key, values_and_one, state)
-    if isinstance(problem.query_spec, SeparateDenominator):
-        return scan_separate(*specs, query, key, values_and_one, state)
+    block = query, key, values_and_one, state
     if problem.policy.lazy and any(map(_arrays.is_staged, (query.x, key.x, values_and_one))):
-        return _traced(problem, (*specs, query, key, values_and_one, state))
+        return _traced(problem, *block)
+    if is_column_normalized(problem):
+        return scan_column_normalized(problem, *block)
+    if isinstance(problem.query_spec, SeparateDenominator):
+        return scan_separate(*specs, *block)
     if problem.policy.lazy:
-        return scan_hierarchical(*specs, query, key, values_and_one, state)
+        return scan_hierarchical(*specs, *block)
     n = size = values_and_one.shape[-2]
     whole, start = None, 0
     while start < n:
@@ -165,25 +168,53 @@ def causal_block(
     return whole, state
 
 
-def _traced(problem: Problem, block: Any) -> tuple[Partial, State]:
+def _traced(
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
     """Scan a block that JAX traces: on one scale, or token by token where a row is rejected.
 
     Both are compiled, and one is run; under ``jax.vmap`` both are.
     """
-    jax, (*specs, query, key, values_and_one, state) = sys.modules["jax"], block
-    scan_block: Any = _generic.scan_block
-    part, after = scan_block(*block, problem.want_log)
-    accepted = _accepted_at_once(part, values_and_one, state, problem.num_features)
-    found = _partial_and_sums(part, after)
+    specs = problem.query_spec, problem.key_spec
+    if isinstance(problem.query_spec, SeparateDenominator):
+        block = query, key, values_and_one, state
+        return scan_separate(problem.query_spec, specs[1], *block, _scan_traced)
+    if is_column_normalized(problem):
+        logs = [evaluate(*side).log for side in zip(specs, (query, key), strict=True)]
+        part, after, is_exact = scan_on_one_scale(*logs, values_and_one, state)
+        features = [Features(log, None) for log in logs]
+        exact = partial(_token_by_token, *features, values_and_one, state, read=read_means)
+        return _either(is_exact, (part, after), exact)
+    queries, log_row = query_features(problem.query_spec, query)
+    block = queries, row_features(problem.key_spec, key), values_and_one, state
+    part, after = _scan_traced(*block, key.log_decay)
+    return part._replace(log=part.log + log_row), after
 
+
+def _scan_traced(
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    state: State,
+    log_decay: Array | None = None,
+) -> tuple[Partial, State]:
+    """Scan a block that has been evaluated."""
+    block = queries, keys, values_and_one, state, log_decay
+    found = scan_features(*block)
+    accepted = _accepted_at_once(found[0], values_and_one, state, state.kvz.shape[-2])
+    return _either(accepted, found, partial(_token_by_token, *block))
+
+
+def _either(
+    accepted: Array, found: tuple[Partial, State], exact: Callable[[], tuple[Array, ...]]
+) -> tuple[Partial, State]:
+    """Return what was found if all of it is accepted, else what is exact."""
+    jax = sys.modules["jax"]
     # What gradients need of the other way is computed again, only where it was taken.
-    @jax.checkpoint  # type: ignore[untyped-decorator]
-    def exact() -> Any:
-        return _token_by_token(jax, specs, query, key, values_and_one, state)
-
-    sums: Any = jax.lax.cond(jax.numpy.all(accepted), lambda: found, exact)
+    exact = jax.checkpoint(exact)
+    sums: Any = jax.lax.cond(jax.numpy.all(accepted), lambda: _partial_and_sums(*found), exact)
     num_den, log, kvz, log_scale = sums
-    return Partial(num_den, log), State(kvz, log_scale, state.length + values_and_one.shape[-2])
+    return Partial(num_den, log), State(kvz, log_scale, found[1].length)
 
 
 def _partial_and_sums(part: Partial, after: State) -> tuple[Array, ...]:
@@ -193,28 +224,31 @@ def _partial_and_sums(part: Partial, after: State) -> tuple[Array, ...]:
 
 
 def _token_by_token(
-    jax: Any, specs: Any, query: Tokens, key: Tokens, values_and_one: Array, state: State
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    state: State,
+    log_decay: Array | None = None,
+    read: Callable[[Features, State], Partial] = read,
 ) -> tuple[Array, ...]:
     """Read the state after each token: no row's scale depends on a later key."""
-    query_spec, key_spec = specs
-    queries, log_row = query_features(query_spec, query)
-    keys, decay = row_features(key_spec, key), key.log_decay
+    jax = sys.modules["jax"]
 
     def step(sums: Any, token: Any) -> Any:
         # Arrays with an axis of one token.
-        log, values, key_log, key_values, decay, value = token
-        before = State(sums[0], sums[1], 0)
+        queries, keys, decay, value = token
+        before = State(*sums, 0)
         if decay is not None:
             before = fade(before, decay[..., 0, :])
-        after = absorb(Features(key_log, key_values), value, before)
-        num_den, log, *sums = _partial_and_sums(read(Features(log, values), after), after)
+        after = absorb(keys, value, before)
+        num_den, log, *sums = _partial_and_sums(read(queries, after), after)
         return tuple(sums), (num_den[..., 0, :], log[..., 0, :])
 
-    tokens = *queries, *keys, decay, values_and_one
+    tokens = queries, keys, log_decay, values_and_one
     moved = jax.tree.map(lambda a: jax.numpy.moveaxis(a[..., None, :], -3, 0), tokens)
-    sums, (num_den, log) = jax.lax.scan(step, tuple(state[:2]), moved)
-    log = jax.numpy.moveaxis(log, 0, -2) + log_row
-    return jax.numpy.moveaxis(num_den, 0, -2), log, *sums
+    sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
+    num_den, log = (jax.numpy.moveaxis(x, 0, -2) for x in rows)
+    return num_den, log, *sums
 
 
 def _scanned(

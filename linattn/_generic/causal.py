@@ -27,10 +27,21 @@ def scan_block(
     With a decay every factor is at most 1. Rows and state then have separate scales: after a strong
     decay the scale of the state is far lower.
     """
-    xp, decay = namespace(values_and_one), key.log_decay
     keys = row_features(key_spec, key)
     queries, log_row = query_features(query_spec, query)
-    state = by_feature(state)
+    part, after = scan_features(queries, keys, values_and_one, state, key.log_decay)
+    return part._replace(log=part.log + log_row), after
+
+
+def scan_features(
+    queries: Features,
+    keys: Features,
+    values_and_one: Array,
+    state: State,
+    decay: Array | None = None,
+) -> tuple[Partial, State]:
+    """:func:`scan_block` of a block that has been evaluated."""
+    xp, state = namespace(values_and_one), by_feature(state)
     weights_q, weights_k, c, shift, row = _weights(queries, keys, state)
     bits, least = lift_of(values_and_one)
     before = rescaled(state.kvz, state.log_scale - shift, least, bits)
@@ -44,7 +55,7 @@ def scan_block(
         scores = scores * xp.exp(between)
         of_state = of_state * xp.exp(xp.astype(since, values_and_one.dtype))
     num_den = xp.matmul(flushed(xp.tril(scores), least), values_and_one) + of_state
-    part = Partial(num_den * 4.0**-bits, row + log_row)
+    part = Partial(num_den * 4.0**-bits, row)
     if decay is not None:
         faded = fade(state, since[..., -1, :])
         return part, absorb(faded_keys(keys, decay), values_and_one, faded)

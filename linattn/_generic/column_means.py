@@ -48,6 +48,11 @@ def normalize_state(state: State) -> State:
     return State(kvz, log_scale, state.length)
 
 
+def read_means(features: Features, state: State) -> Partial:
+    """Read a state with each feature divided by its own normalizer."""
+    return read(features, normalize_state(state))
+
+
 def normalize_state_vjp(adjoint: State, state: State) -> State:
     """Pull an adjoint of :func:`normalize_state` back to the state that was divided."""
     xp = namespace(state.kvz)
@@ -74,14 +79,16 @@ def scan_column_normalized(
     log_q = evaluate(problem.query_spec, query).log
     log_k = evaluate(problem.key_spec, key).log
     block = log_q, log_k, values_and_one, state
-    answer = None if problem.policy.lazy else _scan_on_one_scale(*block)
-    return _scan_hierarchical(*block) if answer is None else answer
+    if problem.policy.lazy:
+        return _scan_hierarchical(*block)
+    part, after, is_exact = scan_on_one_scale(*block)
+    return (part, after) if bool(is_exact) else _scan_hierarchical(*block)
 
 
-def _scan_on_one_scale(
+def scan_on_one_scale(
     log_q: Array, log_k: Array, values_and_one: Array, state: State
-) -> tuple[Partial, State] | None:
-    """Scan with one scale of each feature for all rows; None if an early row would lose digits.
+) -> tuple[Partial, State, Array]:
+    """Scan with one scale of each feature for all rows; also whether no row has lost digits.
 
     Weights lost to underflow are below rounding of a normalizer of at least ``eps^2``, and that
     bounds the exponents, whose rounding a weight multiplies. O(n m (d + e) + n^2 (m + e)) time.
@@ -92,16 +99,15 @@ def _scan_on_one_scale(
     weights_k = exp_or_zero(log_k - shift[..., None, :])
     before = rescaled(state.kvz, state.log_scale - shift, LEAST)
     z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
-    if not bool(xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)):
-        return None
+    is_exact = xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)
     row = largest(log_q, keepdims=True)
-    weights_q = flushed(exp_or_zero(log_q - row) / z)
+    weights_q = flushed(exp_or_zero(log_q - row) / xp.where(z == 0, xp.ones_like(z), z))
     scores = flushed(xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k))))
     num_den = xp.matmul(scores, values_and_one) + xp.matmul(weights_q, before)
-    if not bool(xp.all(xp.isfinite(num_den))):
-        return None
+    is_exact = is_exact & xp.all(xp.isfinite(num_den))
     after = before + xp.matmul(xp.matrix_transpose(weights_k), values_and_one)
-    return Partial(num_den, row), State(after, c, state.length + values_and_one.shape[-2])
+    after = State(after, c, state.length + values_and_one.shape[-2])
+    return Partial(num_den, row), after, is_exact
 
 
 def _scan_hierarchical(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from linattn._arrays import namespace
 from linattn._generic.features import query_features, row_features
 from linattn._generic.hierarchical import scan_features_hierarchical
@@ -27,39 +29,42 @@ def scan_separate(
     key: Tokens,
     values_and_one: Array,
     state: State,
+    scan: Callable[..., tuple[Partial, State]] = scan_features_hierarchical,
 ) -> tuple[Partial, State]:
-    """Causal attention of a block, by divide and conquer in each half.
+    """Causal attention of a block; ``scan`` of features does both halves at once.
 
-    No row's scale depends on a later key. O(n m (d + e log n)) time, O(n m) memory.
+    Its rows have no scale that depends on a later key. By divide and conquer in
+    O(n m (d + e log n)) time, O(n m) memory.
     """
     xp = namespace(values_and_one)
     queries, log_row = query_features(query_spec.spec, query)
     keys = row_features(key_spec, key)
-    m = state.log_scale.shape[-1] // 2
-    parts, states = [], []
-    for half in (slice(0, m), slice(m, 2 * m)):
-        part, after = scan_features_hierarchical(
-            _half(queries, half),
-            _half(keys, half),
-            values_and_one,
-            State(state.kvz[..., half, :], state.log_scale[..., half], state.length),
-        )
-        parts.append(part)
-        states.append(after)
-    (numerator, log_numerator, _), (denominator, log_denominator, _) = parts
-    log = xp.maximum(log_numerator, log_denominator)
-    shift = finite_shift(log, xp)
-    sums = [
-        numerator[..., :-1] * xp.exp(log_numerator - shift),
-        denominator[..., -1:] * xp.exp(log_denominator - shift),
-    ]
-    kvz = xp.concat([each.kvz for each in states], axis=-2)
-    log_scale = xp.concat([each.log_scale for each in states], axis=-1)
-    after = State(kvz, log_scale, states[0].length)
-    return Partial(xp.concat(sums, axis=-1), log + log_row), after
+    # The halves are on an axis before that of tokens.
+    *lead, m, width = state.kvz.shape
+    kvz = xp.reshape(state.kvz, (*lead, 2, m // 2, width))
+    log_scale = xp.reshape(state.log_scale, (*lead, 2, m // 2))
+    before = State(kvz, log_scale, state.length)
+    values_and_one = values_and_one[..., None, :, :]
+    part, after = scan(_halves_of(queries), _halves_of(keys), values_and_one, before)
+    logs, (first, second) = part.log, (part.num_den[..., i, :, :] for i in range(2))
+    log = xp.max(logs, axis=-3)
+    first_weight, second_weight = (
+        xp.exp(logs[..., i, :, :] - finite_shift(log, xp)) for i in range(2)
+    )
+    sums = first[..., :-1] * first_weight, second[..., -1:] * second_weight
+    kvz = xp.reshape(after.kvz, (*after.kvz.shape[:-3], m, width))
+    log_scale = xp.reshape(after.log_scale, (*kvz.shape[:-2], m))
+    return Partial(xp.concat(sums, axis=-1), log + log_row), State(kvz, log_scale, after.length)
 
 
-def _half(features: Features, half: slice) -> Features:
-    """Half of the features; logs ``(..., n, 1)``, shared by a row, stay whole."""
-    log = features.log if features.log.shape[-1] == 1 else features.log[..., half]
-    return Features(log, features.values[..., half])
+def _halves_of(features: Features) -> Features:
+    """Cut features in halves; logs ``(..., n, 1)``, shared by a row, are those of both."""
+    log, values = features
+    log = log[..., None, :, :] if log.shape[-1] == 1 else _halves(log)
+    return Features(log, _halves(values))
+
+
+def _halves(x: Array) -> Array:
+    """Cut columns in two, ``(..., n, 2 m)`` to ``(..., 2, n, m)``."""
+    m = x.shape[-1] // 2
+    return namespace(x).stack([x[..., :m], x[..., m:]], axis=-3)
