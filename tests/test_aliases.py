@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from tests.attentions import (
     LENGTH,
     MAPS,
     VALUE_DIM,
+    assert_equal_and_native,
     every_attention,
     every_map,
     filled_state,
@@ -168,3 +170,18 @@ def test_a_rejected_step_leaves_the_decoder_as_it_was(feature_map):
                 decoder.step(*bad)
         for one, other in zip(decoder.state, before, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@every_map
+def test_earlier_states_of_a_decoder_stay(feature_map):
+    query, key, value = tokens(lead=())
+    decoder = linattn.Decoder(feature_map, state_of(feature_map, like=query))
+    seen = [(decoder.state, copy.deepcopy(decoder.state))]
+    outs = []
+    for token in zip(query, key, value, strict=True):
+        out = decoder.step(*token)
+        outs.append((out, out.copy()))
+        seen.append((decoder.state, copy.deepcopy(decoder.state)))
+    for now, then in (*seen, *outs):
+        assert_equal_and_native(now, then)
+    assert [state.length for state, _ in seen] == list(range(LENGTH + 1))

@@ -103,3 +103,19 @@ def test_fork_after_threads():
         [sys.executable, "-c", FORK], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
+
+
+def test_settings_hold_for_one_thread_only():
+    seen = {}
+
+    def work():
+        with linattn.config() as settings:
+            seen["inside"] = settings.num_threads
+
+    with linattn.config(num_threads=3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        with linattn.config() as settings:
+            assert settings.num_threads == 3
+    assert seen["inside"] is None

@@ -14,6 +14,7 @@ from tests.attentions import (
     HEADS,
     LENGTH,
     VALUE_DIM,
+    every_map,
     in_library,
     maps,
     some_maps,
@@ -237,3 +238,17 @@ def test_no_queries_leave_the_state_of_all_keys(options):
     sums, wanted_sums = (s.kvz * np.exp(s.log_scale)[..., None] for s in (state, wanted))
     np.testing.assert_allclose(sums, wanted_sums, rtol=1e-12)
     assert state.length == LENGTH
+
+
+@every_map
+def test_state_functions_without_a_batch(feature_map):
+    query, key, value = tokens(lead=(0,))
+    state = state_of(feature_map, like=query, batch_shape=(0,))
+    assert state.kvz.shape[0] == 0
+    state = linattn.update_state(state, key, value, feature_map)
+    assert linattn.read_state(query, state, feature_map).shape == value.shape
+    out, after = linattn.decode_step(query[:, 0], key[:, 0], value[:, 0], state, feature_map)
+    assert out.shape == (0, VALUE_DIM)
+    assert out.dtype == np.float32
+    assert after.length == LENGTH + 1
+    assert linattn.merge_states(state, after).kvz.shape == state.kvz.shape

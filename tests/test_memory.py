@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import linattn
-from tests.attentions import LENGTH, MAPS, PHI, filled_state, some_attentions, tokens
+from tests.attentions import LENGTH, MAPS, PHI, attentions, filled_state, tokens
 
 
 def _repeated() -> dict[str, Callable[[], Any]]:
@@ -60,7 +60,8 @@ def test_memory_is_flat_over_many_calls(name):
     assert threading.active_count() <= threads
 
 
-@some_attentions
+# Blocks of relu are done again where rows vanish, which depends on the data.
+@pytest.mark.parametrize("attend", attentions("positive", "elu", "softmax"))
 def test_extra_memory_does_not_grow_with_length(attend):
     def extra(length):
         arrays = tokens(lead=(), length=length)

@@ -245,7 +245,6 @@ def add_block_function(copy: Copy) -> None:
     copy.add(file, f"\n\n{body}")
     file = "linattn/_generic/__init__.py"
     copy.add(file, "    rescale_state,\n", after="from linattn._generic.states import (\n")
-    copy.add(file, name, after=LISTED)
     call, read = (
         "                state = functions.rescale_state(state)\n",
         "                read, (spec, seen) = state, read_spec(problem, state)",

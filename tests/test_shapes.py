@@ -101,3 +101,20 @@ def test_strides_beyond_32_bits(attend, tmp_path):
         np.testing.assert_array_equal(rows, array)
         arrays.append(np.asarray(rows))
     attend.check(attend(*arrays), *few, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("make", [PositiveFeatures, ActivationFeatures])
+@pytest.mark.parametrize("num_features", [1, 3, 5, 8, 13])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_truncated_block(make, num_features, is_causal):
+    phi = make(5, num_features, rng=0)
+    assert phi.num_features == num_features
+    assert phi.projection.shape == (num_features, 5)
+    norms = np.linalg.norm(phi.projection, axis=-1, keepdims=True)
+    rows = phi.projection / norms
+    for start in range(0, num_features, 5):
+        block = rows[start : start + 5]
+        np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-12)
+    query, key, value = tokens(dim=5)
+    attend = Attention("truncated", phi, is_causal)
+    attend.check(attend(query, key, value), query, key, value, tolerance=1e-5)
