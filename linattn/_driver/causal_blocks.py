@@ -137,7 +137,7 @@ def causal_block(
 ) -> tuple[Partial, State]:
     """Causal attention of a block after a state, every row accepted; also the state after it."""
     specs = (problem.query_spec, problem.key_spec)
-    block = query, key, values_and_one, state
+    block: Any = query, key, values_and_one, state
     if problem.policy.lazy and any(map(_arrays.is_staged, (query.x, key.x, values_and_one))):
         return _traced(problem, *block)
     if is_column_normalized(problem):
@@ -175,19 +175,19 @@ def _traced(
 
     Both are compiled, and one is run; under ``jax.vmap`` both are.
     """
-    specs = problem.query_spec, problem.key_spec
-    if isinstance(problem.query_spec, SeparateDenominator):
-        block = query, key, values_and_one, state
-        return scan_separate(problem.query_spec, specs[1], *block, _scan_traced)
+    query_spec, key_spec = problem.query_spec, problem.key_spec
+    if isinstance(query_spec, SeparateDenominator):
+        tokens: Any = query, key, values_and_one, state
+        return scan_separate(query_spec, key_spec, *tokens, scan=_scan_traced)
+    queries: Features
     if is_column_normalized(problem):
-        logs = [evaluate(*side).log for side in zip(specs, (query, key), strict=True)]
-        part, after, is_exact = scan_on_one_scale(*logs, values_and_one, state)
-        features = [Features(log, None) for log in logs]
-        exact = partial(_token_by_token, *features, values_and_one, state, read=read_means)
+        queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
+        part, after, is_exact = scan_on_one_scale(queries.log, keys.log, values_and_one, state)
+        exact = partial(_token_by_token, queries, keys, values_and_one, state, read=read_means)
         return _either(is_exact, (part, after), exact)
-    queries, log_row = query_features(problem.query_spec, query)
-    block = queries, row_features(problem.key_spec, key), values_and_one, state
-    part, after = _scan_traced(*block, key.log_decay)
+    queries, log_row = query_features(query_spec, query)
+    keys = row_features(key_spec, key)
+    part, after = _scan_traced(queries, keys, values_and_one, state, key.log_decay)
     return part._replace(log=part.log + log_row), after
 
 
@@ -199,7 +199,7 @@ def _scan_traced(
     log_decay: Array | None = None,
 ) -> tuple[Partial, State]:
     """Scan a block that has been evaluated."""
-    block = queries, keys, values_and_one, state, log_decay
+    block: Any = queries, keys, values_and_one, state, log_decay
     found = scan_features(*block)
     accepted = _accepted_at_once(found[0], values_and_one, state, state.kvz.shape[-2])
     return _either(accepted, found, partial(_token_by_token, *block))
@@ -237,7 +237,7 @@ def _token_by_token(
     def step(sums: Any, token: Any) -> Any:
         # Arrays with an axis of one token.
         queries, keys, decay, value = token
-        before = State(*sums, 0)
+        before = State(sums[0], sums[1], 0)
         if decay is not None:
             before = fade(before, decay[..., 0, :])
         after = absorb(keys, value, before)
