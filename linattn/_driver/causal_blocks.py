@@ -177,8 +177,8 @@ def _traced(
     """
     query_spec, key_spec = problem.query_spec, problem.key_spec
     if isinstance(query_spec, SeparateDenominator):
-        tokens: Any = query, key, values_and_one, state
-        return scan_separate(query_spec, key_spec, *tokens, scan=_scan_traced)
+        scan = _scan_traced
+        return scan_separate(query_spec, key_spec, query, key, values_and_one, state, scan)
     queries: Features
     if is_column_normalized(problem):
         queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
