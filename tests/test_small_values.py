@@ -299,13 +299,15 @@ def test_sizes_in_every_library(xp, mode, sizes):
     check_sizes(mode, "float32", of_value, of_cotangent, 0, like, back)
 
 
+@pytest.mark.parametrize(("size", "of_states"), [(1e-30, 1e22), (1.0, 1e30)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_cotangents_of_normalizers_are_large_beside_tiny_values(xp, is_causal, packed):
-    # Normalizers have no values in them: in units of both they would overflow.
+def test_cotangents_of_a_state_are_large(xp, is_causal, packed, size, of_states):
+    # Normalizers have no values in them: in units of both they would overflow. Queries have no
+    # gradient by the state: in its units theirs would be 0.
     rng = np.random.default_rng(0)
     query, key, value, output = rng.standard_normal((4, 2, 9, 4)).astype(np.float32)
-    value *= np.float32(1e-30)
+    value *= np.float32(size)
     phi, options = EluFeatures(), {"is_causal": is_causal, "return_state": True}
     if packed:
         options["cu_seqlens"] = np.array([0, 4, 9])
@@ -313,7 +315,7 @@ def test_cotangents_of_normalizers_are_large_beside_tiny_values(xp, is_causal, p
     for dtype in (np.float32, np.float64):
         arrays = [xp.array(x.astype(dtype)) for x in (query, key, value)]
         (_, state), pullback = linattn.linear_attention_vjp(*arrays, phi, **options)
-        of_state = np.full(tuple(state.kvz.shape), 1e22, dtype)
+        of_state = np.full(tuple(state.kvz.shape), of_states, dtype)
         gradients = pullback(xp.array(output.astype(dtype)), xp.array(of_state))
         found.append([xp.numpy(x).astype(np.float64) for x in gradients])
     for got, want in zip(*found, strict=True):

@@ -93,29 +93,32 @@ def pull(
     """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
     checkpoints = checkpoints and checkpoints.of(problem)
     value = units.value_log(problem, whole=True)
-    if not _normalizers_overflow(problem, cotangent, value):
+    if not _are_far_apart(problem, cotangent, value):
         return _pull_in_units(problem, cotangent, value, checkpoints)
-    numerators, normalizers = _in_two(cotangent)
-    found = _pull_in_units(problem, numerators, value, checkpoints)
-    more = _pull_in_units(problem, normalizers, 0, None)
-    sums = (None if x is None else x + y for x, y in zip(found, more, strict=True))
+    output, numerators, normalizers = _in_three(cotangent)
+    parts = [
+        _pull_in_units(problem, output, value, checkpoints),
+        _pull_in_units(problem, numerators, value, checkpoints),
+        _pull_in_units(problem, normalizers, 0, None),
+    ]
+    sums = (None if x is None else x + y + z for x, y, z in zip(*parts, strict=True))
     return Gradients(*sums)
 
 
-def _normalizers_overflow(problem: Problem, cotangent: Cotangent, value: Any) -> bool:
-    """Whether normalizers of a state have cotangents that units of tiny values would lift to inf.
+def _are_far_apart(problem: Problem, cotangent: Cotangent, value: Any) -> bool:
+    """Whether no unit suits the cotangents of output, numerators and normalizers together.
 
-    Numbers of lazy arrays are not read.
+    Normalizers are divided by the units of values too. Numbers of lazy arrays are not read.
     """
-    state, heads = cotangent.state, units.heads_of(problem)
-    if state is None or isinstance(value, int) or problem.policy.lazy:
+    output, state = cotangent
+    if state is None or problem.policy.lazy:
         return False
-    _, log = _in_units(cotangent, heads, value)
-    return units.is_out_of_room(state.kvz[..., -1:], heads, value + log)
+    sizes = [(output, 0), (state.kvz[..., :-1], 0), (state.kvz[..., -1:], value)]
+    return units.are_far_apart(sizes, units.heads_of(problem))
 
 
-def _in_two(cotangent: Cotangent) -> tuple[Cotangent, Cotangent]:
-    """Divide into the cotangents of all else and those of the normalizers of the state."""
+def _in_three(cotangent: Cotangent) -> tuple[Cotangent, Cotangent, Cotangent]:
+    """Divide into the cotangents of the output, and of a state's numerators and normalizers."""
     output, state = cotangent
     assert state is not None
     xp, zeros = _arrays.namespace(output), _arrays.namespace(output).zeros_like
@@ -123,7 +126,8 @@ def _in_two(cotangent: Cotangent) -> tuple[Cotangent, Cotangent]:
     first = xp.concat([numerators, zeros(normalizers)], axis=-1)
     second = xp.concat([zeros(numerators), normalizers], axis=-1)
     return (
-        Cotangent(output, state._replace(kvz=first)),
+        Cotangent(output, None),
+        Cotangent(zeros(output), state._replace(kvz=first)),
         Cotangent(zeros(output), state._replace(kvz=second)),
     )
 

@@ -4,12 +4,13 @@ The result is multiplied by the unit, which is exact: attention is linear in its
 in cotangents. Units avoid subnormal products, which some processors compute a hundred times as
 slowly, and products that overflow. Each head has its own unit if heads share no array. Outputs
 get units on NumPy, gradients in every library but Dask; elsewhere than on NumPy only
-`is_out_of_room` reads a number.
+`are_far_apart` reads a number.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -177,13 +178,19 @@ def value_log(problem: Problem, *, whole: bool = False) -> Any:
         return unit_log(lead, value, _means(state.kvz), seen=seen, whole=whole)
 
 
-def is_out_of_room(x: Array, lead: tuple[int, ...], log: Any) -> bool:
-    """Whether numbers divided by ``2^log``, of each head, are far above `LARGE`."""
-    if 0 in x.shape:
+def are_far_apart(sizes: list[tuple[Array, Any]], lead: tuple[int, ...]) -> bool:
+    """Whether arrays, each divided by its ``2^log``, differ in some head by more than `LARGE`."""
+    xp, last = namespace(sizes[0][0]), sizes[-1][0]
+    if array_api_compat.is_dask_array(last):
         return False
-    xp = namespace(x)
-    top = _largest(x, None, len(lead))[..., None, None]
-    return bool(xp.any((top > 0) & (_exponent(top) - log > 2 * LARGE[dtype_bits(x.dtype)])))
+    sizes = [(x, log) for x, log in sizes if 0 not in x.shape]
+    tops = [_largest(x, None, len(lead))[..., None, None] for x, _ in sizes]
+    logs = [_exponent(top) - log for top, (_, log) in zip(tops, sizes, strict=True)]
+    room = LARGE[dtype_bits(last.dtype)]
+    return any(
+        bool(xp.any((first > 0) & (second > 0) & (abs(x - y) > room)))
+        for (first, x), (second, y) in combinations(zip(tops, logs, strict=True), 2)
+    )
 
 
 def _means(kvz: Array) -> Array:
