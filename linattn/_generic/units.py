@@ -186,9 +186,9 @@ def are_far_apart(sizes: list[tuple[Array, Any]], lead: tuple[int, ...]) -> bool
     sizes = [(x, log) for x, log in sizes if 0 not in x.shape]
     tops = [_largest(x, None, len(lead))[..., None, None] for x, _ in sizes]
     logs = [_exponent(top) - log for top, (_, log) in zip(tops, sizes, strict=True)]
-    room = LARGE[dtype_bits(last.dtype)]
+    most = LARGE[dtype_bits(last.dtype)]
     return any(
-        bool(xp.any((first > 0) & (second > 0) & (abs(x - y) > room)))
+        bool(xp.any((first > 0) & (second > 0) & (abs(x - y) > most)))
         for (first, x), (second, y) in combinations(zip(tops, logs, strict=True), 2)
     )
 
