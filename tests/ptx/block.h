@@ -151,6 +151,8 @@ class Block {
     bool meetings(Warp& w, const Ins& i, u32 mask);
     void mma(Warp& w, const Ins& i);
     void ldmatrix(Warp& w, const Ins& i);
+    u32 compared(Warp& w, const Ins& i, Type type);
+    void set(Warp& w, const Ins& i, u32 mask);
     void setp(Warp& w, const Ins& i, u32 mask);
     void shuffle(Warp& w, const Ins& i, u32 mask);
     void convert(Warp& w, const Ins& i, u32 mask);

@@ -25,24 +25,38 @@ template <class T> static bool compare(int c, T a, T b) {
     }
     return false;
 }
-void Block::setp(Warp& w, const Ins& i, u32 mask) {
+// The lanes in which a comparison of two numbers of a type holds.
+u32 Block::compared(Warp& w, const Ins& i, Type type) {
     u32 r = 0;
-    if (bytes_of(i.type) == 8) {
+    if (bytes_of(type) == 8) {
         const u64 *a = in64(w, i.s[0]), *b = in64(w, i.s[1]);
-        LANES r |= (u32)(i.type == F64 ? compare(i.cmp, bits<double>(a[l]), bits<double>(b[l])) : i.type == S64 ? compare(i.cmp, (i64)a[l], (i64)b[l]) : compare(i.cmp, a[l], b[l])) << l;
-    } else {
-        const u32 *a = in32(w, i.s[0]), *b = in32(w, i.s[1]);
-        LANES {
-            bool x;
-            if (i.type == F32) x = i.ftz ? compare(i.cmp, f32(flush(a[l])), f32(flush(b[l]))) : compare(i.cmp, f32(a[l]), f32(b[l]));
-            else if (i.type == S32) x = compare(i.cmp, (i32)a[l], (i32)b[l]);
-            else if (i.type == S16) x = compare(i.cmp, (int16_t)a[l], (int16_t)b[l]);
-            else if (i.type == F16 || i.type == BF16) x = compare(i.cmp, widen(a[l], i.type), widen(b[l], i.type));
-            else if (bytes_of(i.type) == 2) x = compare(i.cmp, (u16)a[l], (u16)b[l]);
-            else x = compare(i.cmp, a[l], b[l]);
-            r |= (u32)x << l;
-        }
+        LANES r |= (u32)(type == F64 ? compare(i.cmp, bits<double>(a[l]), bits<double>(b[l])) : type == S64 ? compare(i.cmp, (i64)a[l], (i64)b[l]) : compare(i.cmp, a[l], b[l])) << l;
+        return r;
     }
+    const u32 *a = in32(w, i.s[0]), *b = in32(w, i.s[1]);
+    LANES {
+        bool x;
+        if (type == F32) x = i.ftz ? compare(i.cmp, f32(flush(a[l])), f32(flush(b[l]))) : compare(i.cmp, f32(a[l]), f32(b[l]));
+        else if (type == S32) x = compare(i.cmp, (i32)a[l], (i32)b[l]);
+        else if (type == S16) x = compare(i.cmp, (int16_t)a[l], (int16_t)b[l]);
+        else if (type == F16 || type == BF16) x = compare(i.cmp, widen(a[l], type), widen(b[l], type));
+        else if (bytes_of(type) == 2) x = compare(i.cmp, (u16)a[l], (u16)b[l]);
+        else x = compare(i.cmp, a[l], b[l]);
+        r |= (u32)x << l;
+    }
+    return r;
+}
+
+// 1, or all bits for integers, where a comparison holds: "Comparison and Selection: set".
+void Block::set(Warp& w, const Ins& i, u32 mask) {
+    const u32 r = compared(w, i, i.from), yes = i.type == BF16 ? 0x3f80 : i.type == F16 ? 0x3c00 : i.type == F32 ? 0x3f800000 : bytes_of(i.type) == 2 ? 0xffff : ~0u;
+    u32 t[32];
+    LANES t[l] = r >> l & 1 ? yes : 0;
+    out32(w, i.d[0], t, mask, all_valid(w, i));
+}
+
+void Block::setp(Warp& w, const Ins& i, u32 mask) {
+    u32 r = compared(w, i, i.type);
     const u32 v = all_valid(w, i);
     u32 no = ~r;
     if (i.boolean) {

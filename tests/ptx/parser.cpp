@@ -359,7 +359,7 @@ class Parser {
             {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"cvt", CVT}, {"cvta", CVTA},
             {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldu", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
             {"mad", MAD}, {"max", MAX}, {"min", MIN}, {"mma", MMA}, {"mov", MOV}, {"mul", MUL}, {"neg", NEG}, {"not", NOT}, {"or", OR},
-            {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"setp", SETP},
+            {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"set", SET}, {"setp", SETP},
             {"shf", SHF}, {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"vote", VOTE},
             {"xor", XOR}, {"membar", FENCE}, {"fence", FENCE}};
         const std::string& base = parts[0];
@@ -383,7 +383,7 @@ class Parser {
             else if (p == "sat") i.sat = true;
             else if (p == "approx" || p == "full") i.approx = true;
             else if (p == "wide") i.wide = true;
-            else if (p == "hi" && i.base != SETP) i.hi = true;
+            else if (p == "hi" && i.base != SET && i.base != SETP) i.hi = true;
             else if (p == "nc") i.nc = true;
             else if (p == "trans") i.trans = true;
             else if (p == "uni") i.uni = true;
@@ -398,7 +398,8 @@ class Parser {
             else if (p == "local") i.space = LOCAL;
             else if (p == "param") i.space = PARAM;
             else if (p == "const") i.space = CONST;
-            else if (i.base == SETP && comparisons.count(p)) i.cmp = comparisons.at(p);
+            else if ((i.base == SET || i.base == SETP) && comparisons.count(p)) i.cmp = comparisons.at(p);
+            else if (i.base == SET && (p == "and" || p == "or" || p == "xor")) fail("a predicate beside set");
             else if ((i.base == SETP) && (p == "and" || p == "or" || p == "xor")) i.boolean = p == "and" ? 1 : p == "or" ? 2 : 3;
             else if (i.base == SHFL) { if (p == "bfly") i.mode = 1; else if (p == "down") i.mode = 2; else if (p == "up") i.mode = 3; else if (p == "idx") i.mode = 4; }
             else if (i.base == VOTE) { if (p == "any") i.mode = 1; else if (p == "all") i.mode = 2; else if (p == "ballot") i.mode = 3; else if (p == "uni") i.mode = 4; }
