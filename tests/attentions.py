@@ -206,6 +206,8 @@ PHI = MAPS["positive"]
 def assert_at_most(actual, bound):
     """Assert that no entry is NaN or above the bound, and print those that are."""
     actual, above = np.broadcast_arrays(actual, np.nextafter(np.asarray(bound, float), np.inf))
+    # Below it is anything where both are NaN, as a bound of the actual sizes may be.
+    np.testing.assert_array_equal(np.isnan(actual), False)
     np.testing.assert_array_less(actual, above)
 
 

@@ -199,12 +199,14 @@ def test_far_biases_may_be_scalars_of_numpy(xp, number, attend):
 
 
 @full_and_causal
-def test_what_is_masked_by_a_bias_leaves_no_trace(is_causal):
+@pytest.mark.parametrize("right", [0.5, -np.inf])
+@pytest.mark.parametrize("column", [5, 40])
+def test_what_is_masked_by_a_bias_leaves_no_trace(is_causal, right, column):
     """-inf near by, and for all far keys of a side: then they are left out, NaN values included."""
     query, key, value = np.random.default_rng(4).standard_normal((3, 60, 4))
     phi, near = PositiveFeatures(4, 8, rng=1), np.zeros(9)
     near[2] = -np.inf
-    value[40] = np.nan
+    value[column] = np.nan
     out = linattn.linear_attention(
         query,
         key,
@@ -213,13 +215,13 @@ def test_what_is_masked_by_a_bias_leaves_no_trace(is_causal):
         is_causal=is_causal,
         exact_window=4,
         window_bias=near,
-        far_bias=(-np.inf, 0.5),
+        far_bias=(-np.inf, right),
     )
     offset = np.arange(60) - np.arange(60)[:, None]
-    bias = np.where(offset < 0, -np.inf, 0.5)
+    bias = np.where(offset < 0, -np.inf, right)
     bias = np.where(abs(offset) <= 4, near[np.clip(offset, -4, 4) + 4], bias)
     weights = dense_weights(query, key, phi, 4, is_causal) * np.exp(bias)
-    seen = weights[:, 40] > 0
+    seen = weights[:, column] > 0
     assert_array_equal(out[seen], np.nan)
     check(out[~seen], weights[~seen], np.nan_to_num(value), 1e-12)
 

@@ -109,8 +109,12 @@ class Line(NamedTuple):
         part, after = self.scan(step, state) if step.num_keys else (self.read(step, state), state)
         log = self.log_weight(step)
         if log is not None:
-            log = self.problem.xp.astype(log, self.problem.dtype, copy=False)
-            part = Partial(part.num_den, part.log + log)
+            xp, num_den = self.problem.xp, part.num_den
+            log = xp.astype(log, self.problem.dtype, copy=False)
+            if self.bias is not None:
+                # Pairs of weight 0 add none of their values, which may be NaN.
+                num_den = xp.where(log == -xp.inf, xp.zeros_like(num_den), num_den)
+            part = Partial(num_den, part.log + log)
         return part, after
 
     def read(self, step: Step, state: State) -> Partial:
