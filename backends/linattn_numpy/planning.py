@@ -70,6 +70,10 @@ def _block_rows(problem: Problem) -> int:
     if problem.exact.clusters is not None:
         return tuning.CLUSTERS_BLOCK_ROWS
     if problem.exact.window is not None:
+        is_small = not problem.sees.is_causal or problem.num_features <= tuning.MAX_DECAYED_FEATURES
+        is_long = 4 * problem.exact.window > problem.num_features
+        if problem.weights.log_decay is not None and is_small and is_long:
+            return tuning.DECAYED_WINDOW_BLOCK_ROWS
         most = _rows(problem, tuning.MAX_TILED_BLOCK_ELEMENTS, tuning.MAX_WINDOW_BLOCK_ROWS)
         fits = not problem.sees.is_causal and _longest(problem) <= most
         return tuning.MAX_WINDOW_BLOCK_ROWS if fits else tuning.MIN_WINDOW_BLOCK_ROWS
