@@ -6,6 +6,7 @@ states of the forward pass are stored.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import array_api_compat
 
 from linattn import _arrays, _checks, _dispatch
 from linattn._dispatch import block_functions
+from linattn._driver import traced
 from linattn._driver.blocks import take, take_problem, task_index
 from linattn._driver.gradient_rows import (
     Checkpoints,
@@ -164,6 +166,8 @@ def _pull(
 ) -> Gradients:
     if 0 in problem.lead:
         return _pull_state(problem, cotangent)
+    if traced.covers(problem):
+        return _pull_loop(problem, cotangent)
     if problem.sees.cu_seqlens is not None:
         return _pull_packed(problem, cotangent, checkpoints)
     if problem.sees.key_stop is not None and problem.sees.key_stop.ndim > 1:
@@ -210,6 +214,25 @@ def _pull(
     run_tasks(plan, pull_task)
     state = None if problem.state is None else _join(problem, states)
     return Gradients(state=state, **{name: each.result() for name, each in rows.items()})
+
+
+def _pull_loop(problem: Problem, cotangent: Cotangent) -> Gradients:
+    """Let JAX differentiate its loop."""
+    xp, of_state = problem.xp, cotangent.state
+
+    def solve(arrays: dict[str, Array]) -> Any:
+        output, state, _ = traced.solve(_with_arrays(problem, arrays), block_functions(xp))
+        if of_state is None or state is None:
+            return output, None
+        log = state.log_scale + of_state.log_scale
+        log = xp.where(state.log_scale == -xp.inf, xp.zeros_like(log), log)
+        return output, state.kvz * xp.exp(log)[..., None]
+
+    given = {name: x for name, x in _tape_arrays(problem).items() if x is not None}
+    (output, _), pullback = sys.modules["jax"].vjp(solve, given)
+    grad = xp.astype(cotangent.output, output.dtype, copy=False)
+    (found,) = pullback((grad, None if of_state is None else of_state.kvz))
+    return Gradients(**{name: found.get(name) for name in Gradients._fields})
 
 
 def _pull_state(problem: Problem, cotangent: Cotangent) -> Gradients:

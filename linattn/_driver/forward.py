@@ -133,6 +133,11 @@ def solve_in_parts(
             f"packed sequences, got {length!r}; call linear_attention part by part, each with the "
             f"state that the one before returned"
         )
+    if traced.covers(problem):
+        functions = _dispatch.block_functions(problem.xp)
+        output, state, norm, states = traced.solve_in_parts(problem, functions, length)
+        output = units.times_power(output, log)
+        return output, _in_ones(state, log), norm, [_in_ones(each, log) for each in states]
     xp, num_tokens = problem.xp, problem.query.shape[-2]
     state = initial_state(problem)
     parts, states = [], []

@@ -6,8 +6,6 @@ few keys beyond their windows.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import array_api_compat
 import numpy as np
 
@@ -21,22 +19,14 @@ from linattn._driver.blocks import (
 )
 from linattn._driver.causal_blocks import causal_block
 from linattn._driver.lines import Line
-from linattn._driver.stops import Integers
+from linattn._generic.loops import Integers, Run
 from linattn.typing import Array, Partial
 
 MOST = np.iinfo(np.int64).max
 """Number of no token."""
 
 
-class ShortRun(NamedTuple):
-    """Numbers of keys and of queries in the order of a line, and how many keys each query reads."""
-
-    keys: Integers
-    queries: Integers
-    stops: Integers
-
-
-def read_short_runs(line: Line, runs: list[ShortRun]) -> list[Partial]:
+def read_short_runs(line: Line, runs: list[Run]) -> list[Partial]:
     """Read every run; its rows in their order in the problem.
 
     ``line``: of a problem whose specs take blocks. O(r n m (d + e)) time for r runs, the longest of

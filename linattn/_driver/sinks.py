@@ -23,7 +23,10 @@ from linattn.typing import Array, Partial, Problem, State
 def without_sinks(problem: Problem) -> Problem:
     """Return the problem with its sinks masked, and no sinks."""
     xp, device = problem.xp, array_api_compat.device(problem.key)
-    counts = (xp.arange(problem.key.shape[-2], device=device) >= problem.exact.sinks)[:, None]
+    place = np.arange(problem.key.shape[-2])
+    if problem.sees.cu_seqlens is not None:
+        place -= np.repeat(problem.sees.cu_seqlens[:-1], np.diff(problem.sees.cu_seqlens))
+    counts = xp.asarray(place >= problem.exact.sinks, device=device)[:, None]
     mask = counts if problem.weights.key_mask is None else problem.weights.key_mask & counts
     weights, exact = problem.weights._replace(key_mask=mask), problem.exact._replace(sinks=0)
     return problem.replace(weights=weights, exact=exact)

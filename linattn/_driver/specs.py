@@ -8,6 +8,7 @@ reads numerators from one half of the state and denominators from the other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -73,6 +74,31 @@ def select_rows(problem: Problem, part: Partial) -> Partial:
 def read_spec_vjp(problem: Problem, adjoint: State, state: State) -> State:
     """Pull the adjoint of the state that was read back to the state before :func:`read_spec`."""
     return normalize_state_vjp(adjoint, state) if is_column_normalized(problem) else adjoint
+
+
+def with_position(spec: Any, change: Affine | None) -> Any:
+    """Return the spec, and change of coordinates, of tokens whose last coordinate is their place.
+
+    JAX maps a function of one token over them.
+    """
+    if isinstance(spec, ColumnNormalized | Corrected | SeparateDenominator):
+        return replace(spec, spec=with_position(spec.spec, change))
+
+    def of_token(x: Array, place: Array) -> list[Array]:
+        token = Tokens(x[..., None, :], None, place)
+        if change is not None:
+            token = _generic.change_coordinates(change, token, weighted=True)
+        return [None if a is None else a[..., 0, :] for a in _generic.evaluate(spec, token)]
+
+    def features(tokens: Tokens) -> Features:
+        x, place = tokens.x[..., :-1], tokens.x[..., -1]
+        xp = namespace(x)
+        # A masked key has none; other heads may see it.
+        place = xp.max(xp.reshape(place, (-1, place.shape[-1])), axis=0)
+        of_tokens = sys.modules["jax"].vmap(of_token, (-2, 0), -2)
+        return Features(*of_tokens(x, xp.astype(place, xp.int32)))
+
+    return Opaque(features)
 
 
 # One more axis, of blocks or of packed sequences --------------------------------------------------

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from linattn._generic.loops import Integers
 from linattn.typing import Problem
-
-Integers = NDArray[np.int64]
 
 
 class OfRows(NamedTuple):

@@ -1,14 +1,15 @@
 """Attention that JAX traces: loops over chunks, compiled alike at every length.
 
 The driver calls `solve` for arrays of JAX inside a trace. What `covers` leaves out is unrolled:
-stops beside an exact window or for a map that depends on positions, and windows of packed
-sequences.
+clusters; of heads whose stops differ each has a loop.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import reduce
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,22 +29,28 @@ from linattn._driver.causal_blocks import causal_block
 from linattn._driver.lines import Line, flip
 from linattn._driver.pairs import band, biased_queries, keys_and_values, no_keys_seen
 from linattn._driver.runner import initial_state, update
-from linattn._driver.sinks import Sinks, without_sinks
-from linattn._driver.specs import is_placed, read_spec, select_rows
-from linattn._driver.stops import Integers
+from linattn._driver.sinks import without_sinks
+from linattn._driver.specs import is_placed, read_spec, select_rows, with_position
+from linattn._driver.stops import Stops, stops_of
 from linattn._driver.window import Reader, Side, Window
+from linattn._generic.decay import decay_since
 from linattn._generic.exact import exact_pairs
+from linattn._generic.loops import (
+    CHUNK,
+    Integers,
+    Layout,
+    Run,
+    cut,
+    flat,
+    padded,
+    scan,
+    whole_run,
+)
 from linattn._generic.states import combine, divide, log_normalizer
-from linattn.typing import Array, Partial, Problem, State, Tokens, Weights
-
-CHUNK = 128
-"""Tokens of a chunk."""
+from linattn.typing import Array, ExactKeys, Partial, Problem, State, Tokens, Visible, Weights
 
 ROWS, KEYS = 256, 256
 """Queries, and keys, that are paired together."""
-
-MAX_PADDED = 1.25
-"""Tokens of packed sequences in whole chunks, over their number, before chunks become shorter."""
 
 
 def covers(problem: Problem) -> bool:
@@ -54,123 +61,81 @@ def covers(problem: Problem) -> bool:
         return False
     if max(length) <= CHUNK or min(length) == 0 or 0 in problem.lead or exact.clusters is not None:
         return False
-    if sees.cu_seqlens is not None:
-        return problem.mode in ("exact", "causal", "full") and not exact.sinks
-    if sees.key_stop is not None and sees.key_stop.ndim > 1:
-        return False
-    if problem.mode == "window":
-        at_end = sees.query_start >= 0 and length[0] + sees.query_start == length[1]
-        return sees.key_stop is None and at_end
-    return problem.mode != "stops" or not is_placed(problem)
+    return sees.key_stop is None or sees.key_stop.ndim == 1
 
 
 def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | None, Array | None]:
     """Return the output, the state after all keys, and the log normalizer or None."""
-    if problem.exact.sinks:
-        sinks, masked = Sinks.of(problem), without_sinks(problem)
-        part, state = LOOPS[problem.mode](masked, functions)
-        part = sinks.add(slice(0, problem.query.shape[-2]), part)
-        if state is not None:
-            state = sinks.added(state, initial_state(masked), CHUNK, functions)
-    else:
-        part, state = LOOPS[problem.mode](problem, functions)
+    sinks = problem.exact.sinks
+    part, state = LOOPS[problem.mode](without_sinks(problem) if sinks else problem, functions)
+    if sinks:
+        spec = problem.query_spec if problem.exact.spec is None else problem.exact.spec
+        _, front, stop = _ends(problem)
+        seen = front, np.minimum(front + sinks, stop)
+        part = combine(part, _exact(problem.replace(query_spec=spec), functions, seen)[0])
+    if sinks and state is not None:
+        sees = Visible(right=0, cu_seqlens=problem.sees.cu_seqlens)
+        whole = problem.replace(query=problem.key, sees=sees, exact=ExactKeys())
+        state = _linear(whole, functions)[1]
+    output, log = _divided(problem, part)
+    return output, state, log
+
+
+def solve_in_parts(
+    problem: Problem, functions: BlockFunctions, length: int
+) -> tuple[Array, State, Array | None, list[State]]:
+    """Return the results of causal attention, and the state after each ``length`` tokens."""
+    first, stop = initial_state(problem), problem.query.shape[-2]
+    runs = [whole_run(i, min(i + length, stop)) for i in range(0, stop, length)]
+    layout, places = Layout.of(runs, len(runs))
+    # Only the first begins anew.
+    layout = layout._replace(starts=layout.starts + length * layout.sums)
+    sums = tuple(problem.xp.broadcast_to(x, (len(runs), *x.shape)) for x in first[:2])
+    placed = _placed(problem, layout)
+    rows, sums = _scan(placed, sums, _causal(placed, functions, first.length), layout)
+    part = _partial(rows, placed.query.shape[-2])
+    index = np.concatenate(places)
+    output, log = _divided(problem, Partial(*(rows_at(x, index) for x in part[:2])))
+    states = [
+        State(kvz, scale, first.length + int(run.keys[-1]) + 1)
+        for kvz, scale, run in zip(*sums, runs, strict=True)
+    ]
+    return output, states[-1], log, states[: stop // length]
+
+
+def _divided(problem: Problem, part: Partial) -> tuple[Array, Array | None]:
+    """Return the output, and the log normalizer if it is wanted."""
     output = divide(part) if problem.normalize else numerators(problem, part)
     output = problem.xp.astype(output, problem.query.dtype, copy=False)
-    return output, state, log_normalizer(part, problem)[..., 0] if problem.want_log else None
+    return output, log_normalizer(part, problem)[..., 0] if problem.want_log else None
 
 
 # Chunks of tokens -------------------------------------------------------------------------------
 
 
-class _Layout(NamedTuple):
-    """Places of queries and keys on one axis of chunks; a query sees what is not after it."""
+def _placed(problem: Problem, layout: Layout) -> Problem:
+    """Return the problem with queries and keys at their places, masked where there are none."""
+    xp, weights, decay = problem.xp, problem.weights, problem.weights.log_decay
+    filled, index = xp.asarray(layout.keys[:, None] >= 0), np.maximum(layout.keys, 0)
 
-    size: int
-    """Tokens of a chunk."""
-    keys: Integers
-    queries: Integers
-    sequences: Integers | None = None
-    """Of each chunk, where sequences are packed."""
-    starts: Integers | None = None
-    """Tokens of its sequence before each chunk."""
+    def placed(x: Array) -> Array:
+        return None if x is None else rows_at(x, index)
 
-    @classmethod
-    def of_stops(cls, stops: Integers, num_keys: int) -> _Layout:
-        """Put each query at or after the last key before its stop, and before all others."""
-        readers = np.bincount(stops, minlength=num_keys + 1)
-        keys = readers[0] + np.append(0, np.cumsum(np.maximum(readers[1:num_keys], 1)))
-        within = np.arange(len(stops)) - np.searchsorted(stops, stops)
-        return cls(CHUNK, keys, np.append(0, keys)[stops] + within)
-
-    @classmethod
-    def of_sequences(cls, borders: Integers) -> _Layout:
-        """Begin each sequence with a chunk of its own."""
-        lengths, size = np.diff(borders), CHUNK
-        while size > 16 and (-(-lengths // size) * size).sum() > MAX_PADDED * lengths.sum():
-            size //= 2
-        counts = -(-lengths // size)
-        before = (np.cumsum(counts) - counts) * size
-        places = np.arange(lengths.sum()) + np.repeat(before - borders[:-1], lengths)
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return cls(size, places, places, np.repeat(np.arange(len(counts)), counts), number * size)
-
-    def apply(self, problem: Problem) -> Problem:
-        """Return the problem with queries and keys at their places, masked where there are none."""
-        xp, total = problem.xp, int(max(self.keys[-1], self.queries[-1])) + 1
-        total += -total % self.size
-        weights, decay = problem.weights, problem.weights.log_decay
-        index, filled = _inverse(self.keys, total)
-        filled = xp.asarray(filled[:, None])
-
-        def placed(x: Array) -> Array:
-            return None if x is None else rows_at(x, index)
-
-        mask = placed(weights.key_mask)
-        if decay is not None:
-            decay = placed(decay_of_rows(problem, slice(0, problem.key.shape[-2])))
-            decay = xp.where(filled, decay, xp.zeros_like(decay))
-        return problem.replace(
-            query=rows_at(problem.query, _inverse(self.queries, total)[0]),
-            key=placed(problem.key),
-            value=placed(problem.value),
-            sees=problem.sees._replace(key_stop=None, cu_seqlens=None),
-            weights=weights._replace(
-                key_mask=filled if mask is None else mask & filled,
-                key_bias=placed(weights.key_bias),
-                log_decay=decay,
-            ),
-        )
-
-    def rows(self, part: Partial) -> Partial:
-        """Return the rows of queries."""
-        return Partial(*(rows_at(x, self.queries) for x in part[:2]))
-
-
-def _inverse(places: Integers, total: int) -> tuple[Integers, Any]:
-    """Return which row stands at each place, 0 for none, and whether one does."""
-    rows, filled = np.zeros(total, np.int64), np.zeros(total, bool)
-    rows[places], filled[places] = np.arange(len(places)), True
-    return rows, filled
-
-
-def _pad(x: Array, count: int) -> Array:
-    """Put rows of zeros after the others; None stays None."""
-    if x is None or not count:
-        return x
-    xp = _arrays.namespace(x)
-    return xp.concat([x, xp.zeros((*x.shape[:-2], count, x.shape[-1]), dtype=x.dtype)], axis=-2)
-
-
-def _cut(x: Array, size: int) -> Array:
-    """Cut rows into chunks, on a first axis."""
-    xp = _arrays.namespace(x)
-    return xp.moveaxis(xp.reshape(x, (*x.shape[:-2], -1, size, x.shape[-1])), -3, 0)
-
-
-def _joined(x: Array) -> Array:
-    """Join chunks of rows again."""
-    x = _arrays.namespace(x).moveaxis(x, 0, -3)
-    return _arrays.namespace(x).reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+    mask = placed(weights.key_mask)
+    if decay is not None:
+        decay = placed(decay_of_rows(problem, slice(0, problem.key.shape[-2])))
+        decay = xp.where(filled, decay, xp.zeros_like(decay))
+    return problem.replace(
+        query=rows_at(problem.query, np.maximum(layout.queries, 0)),
+        key=placed(problem.key),
+        value=placed(problem.value),
+        sees=problem.sees._replace(key_stop=None, cu_seqlens=None),
+        weights=weights._replace(
+            key_mask=filled if mask is None else mask & filled,
+            key_bias=placed(weights.key_bias),
+            log_decay=decay,
+        ),
+    )
 
 
 def _tokens(problem: Problem, size: int) -> tuple[Array, ...]:
@@ -182,33 +147,13 @@ def _tokens(problem: Problem, size: int) -> tuple[Array, ...]:
     if decay is not None:
         decay = decay_of_rows(problem, slice(0, length))
     tokens = problem.query, problem.key, problem.value, mask, weights.key_bias, decay
-    return tuple(_pad(x, -length % size) for x in tokens)
+    return tuple(padded(x, -length % size) for x in tokens)
 
 
-def _scan(problem: Problem, first: Any, step: Any, layout: _Layout | None = None) -> Any:
-    """Run ``step(sums, start, chunk)`` over chunks of tokens: all rows, and the last sums.
-
-    ``first``: sums before them, of each packed sequence where there are some; so are the last.
-    """
-    jax, size = sys.modules["jax"], CHUNK if layout is None else layout.size
-    tokens = jax.tree.map(lambda x: _cut(x, size), _tokens(problem, size))
-    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk))
-    if layout is None or layout.sequences is None:
-        starts = problem.xp.arange(tokens[0].shape[0]) * size
-        sums, rows = jax.lax.scan(again, first, (starts, tokens))
-        return rows, sums
-
-    def of_sequence(carry: Any, chunk: Any) -> Any:
-        (sums, all_sums), (sequence, start, tokens) = carry, chunk
-        begun = jax.tree.map(lambda x: x[sequence], first)
-        sums = jax.tree.map(lambda x, y: jax.numpy.where(start == 0, x, y), begun, sums)
-        sums, rows = again(sums, (start, tokens))
-        # Not in what is computed again, which keeps its arguments.
-        return (sums, jax.tree.map(lambda x, y: x.at[sequence].set(y), all_sums, sums)), rows
-
-    numbers = problem.xp.asarray(layout.sequences), problem.xp.asarray(layout.starts)
-    carry = jax.tree.map(lambda x: x[0], first), first
-    (_, sums), rows = jax.lax.scan(of_sequence, carry, (*numbers, tokens))
+def _scan(problem: Problem, first: Any, step: Any, layout: Layout | None = None) -> Any:
+    """Scan the tokens of a problem: all rows, and the last sums."""
+    tokens = _tokens(problem, CHUNK if layout is None else layout.size)
+    sums, rows = scan(step, first, tokens, layout)
     return rows, sums
 
 
@@ -230,7 +175,7 @@ def _pair(part: Partial) -> tuple[Array, Array]:
 
 
 def _partial(rows: Any, length: int) -> Partial:
-    return Partial(*(_joined(x)[..., :length, :] for x in rows))
+    return Partial(*(flat(x)[..., :length, :] for x in rows))
 
 
 def _state(sums: Any, length: Any) -> State:
@@ -244,29 +189,158 @@ Loop = Callable[[Problem, BlockFunctions], tuple[Partial, State | None]]
 
 
 def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
-    """Causal and full attention, with stops and of packed sequences too."""
-    layout, borders, stops = None, problem.sees.cu_seqlens, problem.sees.key_stop
-    length = problem.key.shape[-2]
-    lead, state, is_full = problem.state_lead, problem.state, problem.mode == "full"
-    if borders is not None:
-        layout = _Layout.of_sequences(borders)
-        lead = len(borders) - 1, *lead
-        state = _with_axes(state, lead)
-    elif stops is not None:
-        layout = _Layout.of_stops(stops, length)
-    first = initial_state(problem.replace(state_lead=lead, state=state))
-    placed, before = problem if layout is None else layout.apply(problem), first.length
-    if is_full:
-        keys = placed.replace(query=placed.key)
-        _, sums = _scan(keys, tuple(first[:2]), _add(keys, functions, before), layout)
-        query = placed.query
-        queries = placed.replace(key=query, value=query, weights=Weights())
-        read = _read(placed, functions, before, sums if layout is None else None)
-        rows, _ = _scan(queries, () if layout is None else sums, read, layout)
+    """Causal and full attention."""
+    if problem.sees.cu_seqlens is not None:
+        return _lines(problem, functions)
+    first = initial_state(problem)
+    before, sums = first.length, tuple(first[:2])
+    if problem.mode == "full":
+        rows, sums = _added_and_read(problem, functions, sums, before)
     else:
-        rows, sums = _scan(placed, tuple(first[:2]), _causal(placed, functions, before), layout)
-    part = _partial(rows, placed.query.shape[-2])
-    return part if layout is None else layout.rows(part), _state(sums, before + problem.longest)
+        rows, sums = _scan(problem, sums, _causal(problem, functions, before))
+    length = problem.key.shape[-2]
+    return _partial(rows, problem.query.shape[-2]), _state(sums, before + length)
+
+
+def _added_and_read(
+    problem: Problem, functions: BlockFunctions, sums: Any, before: Any, layout: Any = None
+) -> Any:
+    """Add all keys, then read: rows of all queries, and the sums."""
+    keys, query = problem.replace(query=problem.key), problem.query
+    _, sums = _scan(keys, sums, _add(keys, functions, before), layout)
+    queries = problem.replace(key=query, value=query, weights=Weights())
+    read = _read(problem, functions, before, sums if layout is None else None)
+    rows, _ = _scan(queries, () if layout is None else sums, read, layout)
+    return rows, sums
+
+
+class _Side(NamedTuple):
+    """Keys that queries read by the map, to one side of their own place, in runs."""
+
+    end: int
+    """Which weight of far keys they have: the first, or the last (-1)."""
+    runs: list[Run]
+    gaps: list[Integers]
+    """Tokens from a query to the nearest of these keys, for the queries of each sequence."""
+
+
+def _sides(problem: Problem) -> list[_Side]:
+    """List the keys to the left, those to the right up to a pivot, and those from it on."""
+    left, near, beyond = _Side(0, [], []), _Side(-1, [], []), _Side(-1, [], [])
+    for first, stops in _sequences(problem):
+        keys, queries = first + np.arange(stops.num_keys), first + np.arange(stops.length)
+        of_rows = stops.of(slice(0, stops.length))
+        last = of_rows.end if problem.mode == "stops" else of_rows.left
+        place = np.arange(stops.length) + stops.start
+        left.runs.append(Run(keys, queries, last))
+        left.gaps.append(place + 1 - last)
+        near.gaps.append(of_rows.right - place)
+        ahead = stops.runs_ahead() if problem.mode in ("window", "two-sided") else ()
+        for rows, pivot in ahead:
+            right, end, of_run = of_rows.right[rows], of_rows.end[rows], queries[rows]
+            back = Run(keys[right[0] : pivot][::-1], of_run[::-1], (pivot - right)[::-1])
+            near.runs.append(back)
+            if end[-1] > pivot:
+                beyond.runs.append(Run(keys[pivot : end[-1]], of_run, end - pivot))
+    return [side for side in (left, near, beyond) if side.runs]
+
+
+def _sequences(problem: Problem) -> list[tuple[int, Stops]]:
+    """List the first token of each sequence, and what its queries read by the map."""
+    whole, borders = stops_of(problem), problem.sees.cu_seqlens
+    if borders is None:
+        return [(0, whole)]
+    return [(a, whole._replace(length=b - a, num_keys=b - a)) for a, b in pairwise(borders)]
+
+
+def _lines(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
+    """Scan the keys of all sides and sequences, one run after the other."""
+    borders, length, state = problem.sees.cu_seqlens, problem.query.shape[-2], problem.state
+    count = 1 if borders is None else len(borders) - 1
+    lead = count, *problem.state_lead
+    if borders is not None:
+        state = _with_axes(state, lead)
+    first = initial_state(problem.replace(state_lead=lead, state=state))
+    nothing = initial_state(problem.replace(state=None))
+    pairs = zip(first[:2], nothing[:2], strict=True)
+    before, sums = first.length, tuple(problem.xp.concat([x, y[None]]) for x, y in pairs)
+    sides = _sides(problem)
+    layout, places = Layout.of([run for side in sides for run in side.runs], count + 1)
+    if is_placed(problem):
+        problem = _at_positions(problem, before)
+    placed = _placed(problem.replace(want_log=True), layout)
+    if problem.mode == "full":
+        rows, sums = _added_and_read(placed, functions, sums, before, layout)
+    else:
+        rows, sums = _scan(placed, sums, _causal(placed, functions, before), layout)
+    whole, parts = _partial(rows, placed.query.shape[-2]), []
+    for side in sides:
+        part = _read_in_runs(whole, side.runs, [places.pop(0) for _ in side.runs], length)
+        parts.append(_with_weight(part, problem, side))
+    last = (x[0] if borders is None else x[:count] for x in sums)
+    return reduce(combine, parts), _state(last, before + problem.longest)
+
+
+def _read_in_runs(whole: Partial, runs: list[Run], places: list[Integers], length: int) -> Partial:
+    """Return what each query has read in the run that has it, nothing if none has."""
+    xp, index = _arrays.namespace(whole.num_den), np.full(length, -1)
+    for run, place in zip(runs, places, strict=True):
+        index[run.queries] = place
+    num_den, log = (rows_at(x, np.maximum(index, 0)) for x in whole[:2])
+    if (index >= 0).all():
+        return Partial(num_den, log)
+    reads = xp.asarray(index[:, None] >= 0)
+    return Partial(xp.where(reads, num_den, 0), xp.where(reads, log, -xp.inf))
+
+
+def _with_weight(part: Partial, problem: Problem, side: _Side) -> Partial:
+    """Add the weight of far keys of a side, and the decay from them to the query."""
+    bias, decay, log = problem.weights.relative_bias, problem.weights.log_decay, part.log
+    if bias is not None:
+        log = log + bias.table[..., side.end, None, None]
+    gap = np.concatenate(side.gaps)
+    if decay is not None and gap.any():
+        log = log + problem.xp.astype(_elapsed(problem, gap), problem.dtype)
+    return Partial(part.num_den, log)
+
+
+def _clock(problem: Problem) -> tuple[Array, Array]:
+    """Return the mean log decay, and sums of the rest up to each token, ``(..., S, 1)``.
+
+    Differences of these sums round little.
+    """
+    decay = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
+    mean = problem.xp.mean(decay, axis=-2, keepdims=True)
+    return mean, decay_since(decay - mean)
+
+
+def _elapsed(problem: Problem, gap: Integers) -> Array:
+    """Log decay of the last tokens up to each query, of as many as the gap has."""
+    (mean, clock), last = _clock(problem), np.arange(len(gap))
+    before = rows_at(clock, np.maximum(last - gap, 0))
+    before = problem.xp.where(problem.xp.asarray(last < gap)[:, None], 0, before)
+    return mean * problem.xp.asarray(gap)[:, None] + clock - before
+
+
+def _at_positions(problem: Problem, before: Any) -> Problem:
+    """Give tokens their position as one more coordinate, of which the map makes features."""
+    xp, sequences = problem.xp, _sequences(problem)
+    key = np.concatenate([np.arange(stops.num_keys) for _, stops in sequences])
+    query = np.concatenate([np.arange(stops.length) + stops.start for _, stops in sequences])
+
+    def widened(x: Array, place: Integers) -> Array:
+        place = xp.astype(xp.asarray(place)[:, None] + before, problem.dtype)
+        place = xp.broadcast_to(place, (*x.shape[:-1], 1))
+        return xp.concat([xp.astype(x, problem.dtype), place], axis=-1)
+
+    return problem.replace(
+        query=widened(problem.query, query),
+        key=widened(problem.key, key),
+        query_spec=with_position(problem.query_spec, problem.query_change),
+        key_spec=with_position(problem.key_spec, problem.key_change),
+        query_change=None,
+        key_change=None,
+    )
 
 
 def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:
@@ -279,12 +353,11 @@ def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:
     return _state((kvz, log), state.length)
 
 
-def _causal(problem: Problem, functions: BlockFunctions, before: Any, origin: Any = None) -> Any:
-    """Step of a causal scan; ``origin``: position of the first token, if no state has a length."""
-    origin = before if origin is None else origin
+def _causal(problem: Problem, functions: BlockFunctions, before: Any) -> Any:
+    """Step of a causal scan."""
 
     def step(sums: Any, start: Any, chunk: Any) -> Any:
-        part, rows, place = _part(problem, chunk), _all(chunk), origin + start
+        part, rows, place = _part(problem, chunk), _all(chunk), before + start
         tokens = token_block(part, "query", rows, place), key_block(part, rows, place)
         state = _state(sums, before + start)
         found, after = causal_block(
@@ -317,40 +390,24 @@ def _read(problem: Problem, functions: BlockFunctions, before: Any, sums: Any) -
     return step
 
 
-def _two_sided(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
-    """Add a causal scan and one from the end, in which a token does not see itself."""
-    problem, length = problem.replace(want_log=True), problem.query.shape[-2]
-    first, weights = initial_state(problem), problem.weights
-    nothing, end = initial_state(problem.replace(state=None)), first.length + length
-    rows, sums = _scan(problem, tuple(first[:2]), _causal(problem, functions, first.length))
-    before, decay = _partial(rows, length), decay_of_rows(problem, slice(0, length))
-
-    def turned(x: Array) -> Array:
-        return None if x is None else flip(x)[..., :-1, :]
-
-    turned_specs = Line(problem, functions, 0, reverse=True).in_order()
-    later = turned_specs.replace(
-        query=flip(problem.query)[..., 1:, :],
-        key=turned(problem.key),
-        value=turned(problem.value),
-        sees=problem.sees._replace(query_start=1),
-        weights=weights._replace(log_decay=decay).of_keys(turned),
-        state=None,
-    )
-    rows, _ = _scan(later, tuple(nothing[:2]), _causal(later, functions, 0, -end))
-    num_den, log = (flip(x) for x in _partial(rows, length - 1)[:2])
-    log = log + problem.xp.astype(decay[..., :1, :], problem.dtype)
-    after = Partial(_pad(num_den, 1), _pad(log, 1))
-    return combine(before, after), _state(sums, end)
-
-
 def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
-    """Exact weights in a window, far keys by the map: each chunk has whole blocks of the window."""
+    """Exact weights in a window, far keys by the map."""
+    sees, lengths = problem.sees, (problem.query.shape[-2], problem.key.shape[-2])
+    at_end = sees.query_start >= 0 and lengths[0] + sees.query_start == lengths[1]
+    if sees.cu_seqlens is None and sees.key_stop is None and at_end:
+        return _in_blocks(problem, functions)
+    far, state = _lines(problem, functions)
+    near, _ = _exact(problem.replace(query_spec=problem.exact.spec), functions)
+    return combine(far, near), state
+
+
+def _in_blocks(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
+    """Read a state for each block of a window: each chunk has whole blocks."""
     jax, sees, length = sys.modules["jax"], problem.sees, problem.key.shape[-2]
     w, first = min(problem.exact.window or 1, length), initial_state(problem)
     exact = problem.exact._replace(window=w)
     problem, front = problem.replace(exact=exact, state=None), sees.query_start
-    query = flip(_pad(flip(problem.query), front)) if front else problem.query
+    query = flip(padded(flip(problem.query), front)) if front else problem.query
     g = max(1, CHUNK // w)
     size, before = g * w, first.length
     query, *keys = _tokens(problem.replace(query=query), size)
@@ -359,8 +416,8 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
         keys[2] = problem.xp.ones((total, 1), dtype=problem.xp.bool)
     starts = problem.xp.arange(total // size) * size
     # Keys of the block after each chunk, and the state of all keys from the one after it on.
-    later = jax.tree.map(lambda x: _cut(_pad(x, size)[..., w:, :][..., :total, :], size), keys)
-    following = [None if x is None else _cut(_pad(x, size), size)[1:, ..., :w, :] for x in keys]
+    later = jax.tree.map(lambda x: cut(padded(x, size)[..., w:, :][..., :total, :], size), keys)
+    following = [None if x is None else cut(padded(x, size), size)[1:, ..., :w, :] for x in keys]
     visible = sees._replace(query_start=w, right=None if sees.ahead else 0)
 
     def window_of(query: Array, tokens: Any, start: Any) -> Window:
@@ -393,7 +450,7 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
         return (tuple(left.state[:2]), last), _pair(part)
 
     empty = [None if x is None else problem.xp.zeros_like(x[..., :w, :]) for x in keys]
-    chunks = jax.tree.map(lambda x: _cut(x, size), (query, keys))
+    chunks = jax.tree.map(lambda x: cut(x, size), (query, keys))
     chunks = starts, *chunks, following, afters
     (sums, last), rows = jax.lax.scan(jax.checkpoint(step), (tuple(first[:2]), empty), chunks)
     rest = _part(problem, (last[0], *last))
@@ -406,12 +463,19 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
 # Exact attention --------------------------------------------------------------------------------
 
 
-def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
-    """Pair blocks of queries with the blocks of keys that any of them sees, and with no other."""
+def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tuple[Partial, None]:
+    """Pair blocks of queries with the blocks of keys that any of them sees, and with no other.
+
+    ``seen``: what `_seen` returns, by default of the problem.
+    """
     jax, xp, size = sys.modules["jax"], problem.xp, problem.key.shape[-2]
     (key, values), length = keys_and_values(problem, slice(0, size)), problem.query.shape[-2]
     missing = np.zeros(-length % ROWS, np.int64)
-    low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in _seen(problem))
+    seen = _seen(problem) if seen is None else seen
+    low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in seen)
+    mean, clock = None, None
+    if problem.weights.log_decay is not None:
+        mean, clock = _clock(problem)
     last = np.where(low < stop, stop, 0).max(axis=1)
     first = np.minimum(np.where(low < stop, low, size).min(axis=1), last)
     width = max(1, int((last - first).max()))
@@ -420,19 +484,21 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
     width = steps * block
     first = np.minimum(first, max(size - width, 0))
     sees_all = width == size and not low.any() and (stop.ravel()[:length] == size).all()
-    tokens = [_pad(x, width - size if size < width else 0) for x in (*key[:2], values)]
+    tokens = [padded(x, width - size if size < width else 0) for x in (*key[:2], values, clock)]
     all_finite = xp.all(xp.isfinite(values))
 
     def pairs_of(query: tuple[Any, Tokens], rows: Any, number: Any, keys: Any) -> Partial:
-        start, low, stop, first = rows
-        x, log_weight, values = keys
+        (start, low, stop, first, time), (x, log_weight, values, clock) = rows, keys
         place = first + number * block + xp.arange(block)
         visible = None if sees_all else (place >= low[:, None]) & (place < stop[:, None])
+        offset = place - (start + xp.arange(ROWS)[:, None] + problem.sees.query_start)
         table, bias = problem.weights.relative_bias, None
         if table is not None:
-            queries = start + xp.arange(ROWS)[:, None] + problem.sees.query_start
-            offset = xp.clip(place - queries, -table.reach - 1, table.reach + 1)
+            offset = xp.clip(offset, -table.reach - 1, table.reach + 1)
             bias = table.table[..., offset + table.reach + 1]
+        elif time is not None:
+            bias = -abs(time - xp.matrix_transpose(clock) - mean * offset)
+            bias = xp.astype(bias, problem.dtype)
         key, block_of = Tokens(x, log_weight, 0), functions.exact_block
 
         def careful() -> Any:
@@ -452,8 +518,8 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
         taken = biased_queries(part, problem.query_spec, tokens_of)
         keys = tokens
         if width < size:
-            cut = jax.lax.dynamic_slice_in_dim
-            keys = jax.tree.map(lambda x: cut(x, rows[3], width, axis=x.ndim - 2), tokens)
+            taken_of = jax.lax.dynamic_slice_in_dim
+            keys = jax.tree.map(lambda x: taken_of(x, rows[3], width, axis=x.ndim - 2), tokens)
         if steps == 1:
             return (), _pair(pairs_of(taken, rows, 0, keys))
 
@@ -466,34 +532,46 @@ def _exact(problem: Problem, functions: BlockFunctions) -> tuple[Partial, None]:
             return jax.lax.cond(rows[3] + number * block < end, more, lambda: sums), ()
 
         nothing = _pair(no_keys_seen(problem, taken[1]))
-        blocks = jax.tree.map(lambda x: _cut(x, block), keys)
+        blocks = jax.tree.map(lambda x: cut(x, block), keys)
         return (), jax.lax.scan(jax.checkpoint(add), nothing, (xp.arange(steps), blocks))[0]
 
-    query = _cut(_pad(problem.query, -length % ROWS), ROWS)
-    rows = np.arange(len(first)) * ROWS, low, stop, first
-    chunks = tuple(map(xp.asarray, rows)), xp.asarray(last), query
+    query = cut(padded(problem.query, -length % ROWS), ROWS)
+    rows = (xp.asarray(x) for x in (np.arange(len(first)) * ROWS, low, stop, first))
+    time = None if clock is None else cut(padded(clock, -length % ROWS), ROWS)
+    chunks = (*rows, time), xp.asarray(last), query
     return _partial(jax.lax.scan(jax.checkpoint(step), (), chunks)[1], length), None
 
 
-def _seen(problem: Problem) -> tuple[Integers, Integers]:
-    """Return the first key that each query sees, and the stop of those that it sees."""
-    (left, right), sees, size = band(problem), problem.sees, problem.key.shape[-2]
+def _ends(problem: Problem) -> tuple[Integers, Integers, Integers]:
+    """Return the place of each query, and the first and the stop of the keys that it may see."""
+    sees, size = problem.sees, problem.key.shape[-2]
     place = np.arange(problem.query.shape[-2]) + sees.query_start
-    low, stop = np.maximum(place - left, 0), np.clip(place + right + 1, 0, size)
-    if sees.key_stop is not None:
-        stop = np.minimum(stop, sees.key_stop)
+    front, stop = np.zeros_like(place), np.full_like(place, size)
     if sees.cu_seqlens is not None:
         lengths = np.diff(sees.cu_seqlens)
-        low = np.maximum(low, np.repeat(sees.cu_seqlens[:-1], lengths))
-        stop = np.minimum(stop, np.repeat(sees.cu_seqlens[1:], lengths))
+        front, stop = (np.repeat(x, lengths) for x in (sees.cu_seqlens[:-1], sees.cu_seqlens[1:]))
+    if sees.key_stop is not None:
+        stop = np.minimum(stop, sees.key_stop)
+    return place, front, stop if sees.ahead else np.clip(place + 1, 0, stop)
+
+
+def _seen(problem: Problem) -> tuple[Integers, Integers]:
+    """Return the first key that each query pairs with, and the stop of those that it pairs with."""
+    (left, right), window = band(problem), problem.exact.window
+    place, front, stop = _ends(problem)
+    low, stop = np.maximum(place - left, front), np.minimum(np.maximum(place + right + 1, 0), stop)
+    if window is not None:
+        block = (place - front) // window
+        low = np.maximum(front + (block - 1) * window, front)
+        stop = np.minimum(stop, front + np.maximum(block + 2, 0) * window)
     return low, stop
 
 
 LOOPS: dict[str, Loop] = {
     "full": _linear,
     "causal": _linear,
-    "stops": _linear,
-    "two-sided": _two_sided,
+    "stops": _lines,
+    "two-sided": _lines,
     "window": _windowed,
     "exact": _exact,
 }

@@ -41,12 +41,13 @@ from linattn._driver.pairs import (
     join,
     no_keys_seen,
 )
-from linattn._driver.short_runs import ShortRun, read_short_runs
+from linattn._driver.short_runs import read_short_runs
 from linattn._driver.specs import for_blocks, innermost, is_placed
 from linattn._driver.steps import MIN_RUN, Step, states_before
-from linattn._driver.stops import Integers, Stops, stops_of
+from linattn._driver.stops import Stops, stops_of
 from linattn._generic.decay import decay_since, decay_until, fade, near_one, weighed
 from linattn._generic.exact import beside, exact_pairs
+from linattn._generic.loops import Integers, Run
 from linattn._generic.prefix_states import (
     blocks_of,
     flip_states,
@@ -291,8 +292,8 @@ class Window(NamedTuple):
                 continue
             pivot, rows = side.pivot, np.arange(side.rows.start, side.rows.stop)
             keys = np.arange(right[0], pivot)
-            before = ShortRun(keys[::-1], rows[::-1], (pivot - right)[::-1])
-            after = ShortRun(np.arange(pivot, end[-1]), rows, end - pivot)
+            before = Run(keys[::-1], rows[::-1], (pivot - right)[::-1])
+            after = Run(np.arange(pivot, end[-1]), rows, end - pivot)
             short[side.rows.start] = before, after
         if short:
             line = self.line(-1)._replace(problem=self.blocked)

@@ -10,11 +10,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 from linattn._arrays import is_staged
 from linattn._dispatch import find, is_declined, whole_function
 from linattn._generic import units
 from linattn._generic.feature_vjps import sum_to
+from linattn._generic.loops import Layout, flat, padded, scan, whole_run
 from linattn._home import at_home, node, wants_gradients
 from linattn._numerics import DECAYED, exp_or_zero, ignore_fp_warnings
 from linattn._recurrence.chunks import Chunks, pull_back_chunks, scan_chunks
@@ -105,11 +107,11 @@ def solve(problem: Recurrence) -> tuple[Array, Array]:
 
 def _solve(problem: Recurrence) -> tuple[Array, Array]:
     xp = problem.xp
+    if _is_looped(problem):
+        return _scan_groups(problem)
     if problem.borders is not None:
         outputs, states = zip(*map(_solve, sequences(problem)), strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states)
-    if _is_looped(problem):
-        return _scan_groups(problem)
     answer = _whole("recurrence", problem)
     return _solve_in_groups(problem)[:2] if answer is None else (answer[0], answer[1])
 
@@ -137,11 +139,13 @@ def solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | N
 
 def _solve_for_pullback(problem: Recurrence) -> tuple[Array, Array, list[Any] | None]:
     xp = problem.xp
+    if _is_looped(problem):
+        return *_scan_groups(problem), None
     if problem.borders is not None:
         solved = [_solve_for_pullback(sequence) for sequence in sequences(problem)]
         outputs, states, before = zip(*solved, strict=True)
         return xp.concat(outputs, axis=-2), xp.stack(states), list(before)
-    if find("recurrence_vjp", xp) is None and not _is_looped(problem):
+    if find("recurrence_vjp", xp) is None:
         return _solve_in_groups(problem)
     return *_solve(problem), None
 
@@ -171,24 +175,33 @@ def _is_looped(problem: Recurrence) -> bool:
 
 def _scan_groups(problem: Recurrence) -> tuple[Array, Array]:
     """Solve equal groups in a loop, which JAX compiles alike at every length."""
-    jax, xp, length = sys.modules["jax"], problem.xp, problem.key.shape[-2]
-    rows = TRACED_CHUNKS * _power_of_two(problem.chunk_size)
-    group = _Group(slice(0, rows), _power_of_two(problem.chunk_size))
+    xp, length, borders = problem.xp, problem.key.shape[-2], problem.borders
+    chunk_size = _power_of_two(problem.chunk_size)
+    size, layout, places = TRACED_CHUNKS * chunk_size, None, []
+    if borders is not None:
+        runs = [whole_run(*ends) for ends in pairwise(borders)]
+        layout, places = Layout.of(runs, len(runs), size)
+        size = layout.size
+        problem = replace(problem, state_lead=(len(runs), *problem.state_lead))
+    group = _Group(slice(0, size), min(chunk_size, size))
 
-    def cut(x: Array) -> Array:
-        missing = xp.zeros((*x.shape[:-2], -length % rows, x.shape[-1]), dtype=x.dtype)
-        x = xp.concat([x, missing], axis=-2)
-        return xp.moveaxis(xp.reshape(x, (*x.shape[:-2], -1, rows, x.shape[-1])), -3, 0)
+    def placed(x: Array) -> Array:
+        if layout is None:
+            return padded(x, -length % size)
+        taken = xp.take(x, xp.asarray(np.maximum(layout.keys, 0)), axis=-2)
+        return xp.where(xp.asarray(layout.keys[:, None] >= 0), taken, xp.zeros_like(taken))
 
-    def step(state: Array, tokens: dict[str, Array]) -> tuple[Array, Array]:
+    def step(state: Array, _: Any, tokens: dict[str, Array]) -> tuple[Array, Array]:
         output, state = scan_chunks(_chunks(replace(problem, **tokens), group), state)
         return state, xp.astype(_tokens(problem, output, group), problem.query.dtype, copy=False)
 
-    given = {name: getattr(problem, name) for name in _NAMES[:-1]}
-    tokens = {name: cut(x) for name, x in given.items() if x is not None}
-    state, parts = jax.lax.scan(jax.checkpoint(step), _initial_state(problem), tokens)
-    output = xp.moveaxis(parts, 0, -3)
-    return xp.reshape(output, (*output.shape[:-3], -1, output.shape[-1]))[..., :length, :], state
+    given = {name: getattr(problem, name) for name in problem.TOKENS}
+    tokens = {name: placed(x) for name, x in given.items() if x is not None}
+    state, rows = scan(step, _initial_state(problem), tokens, layout, size)
+    output = flat(rows)[..., :length, :]
+    if layout is not None:
+        output = xp.take(flat(rows), xp.asarray(np.concatenate(places)), axis=-2)
+    return output, state
 
 
 @at_home()
@@ -213,6 +226,8 @@ def _pull_back(
     problem: Recurrence, before: list[Any] | None, grad_output: Array, grad_state: Array
 ) -> list[Array]:
     xp = problem.xp
+    if _is_looped(problem):
+        return _pull_loop(problem, grad_output, grad_state)
     if problem.borders is not None:
         assert before is not None
         gradients = [
@@ -229,8 +244,6 @@ def _pull_back(
         *of_tokens, of_state = zip(*gradients, strict=True)
         joined = [None if part[0] is None else xp.concat(part, axis=-2) for part in of_tokens]
         return [*joined, None if of_state[0] is None else xp.stack(of_state)]
-    if _is_looped(problem):
-        return _pull_loop(problem, grad_output, grad_state)
     if before is None:
         answer = _whole("recurrence_vjp", problem, grad_output, grad_state)
         if answer is not None:
