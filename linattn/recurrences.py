@@ -9,7 +9,7 @@ from linattn import _arrays, _checks
 from linattn._generic.feature_vjps import sum_to
 from linattn._recurrence.parts import parts_of, pull_back_parts, solve_parts
 from linattn._recurrence.problem import mask_of, recurrence_problem
-from linattn._recurrence.walk import attend, solve_for_pullback, step
+from linattn._recurrence.walk import attend, solve_for_pullback, solve_in_loop, step
 from linattn.typing import Array, ArrayT, Recurrence
 
 __all__ = ["linear_recurrence", "linear_recurrence_vjp", "recurrence_step"]
@@ -225,7 +225,9 @@ def linear_recurrence(
     if return_states_every is None:
         output, state = attend(problem)
         return (output, state) if return_state else output
-    output, states, *_ = solve_parts(parts_of(problem, return_states_every), attend)
+    parts = parts_of(problem, return_states_every)
+    found = solve_in_loop(problem, return_states_every)
+    output, states = found or solve_parts(parts, attend)[:2]
     return _results(output, states, return_state, problem, return_states_every)
 
 

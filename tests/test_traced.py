@@ -58,6 +58,18 @@ LOOPS: dict[str, dict[str, Any]] = {
     "window, full": {"exact_window": 40, "key_mask": MASK, "return_state": True, **BIASES},
     "window, fading": {"exact_window": 40, "log_decay": -0.02, "return_log_normalizer": True},
     "two sides": {"log_decay": -0.02, "return_state": True},
+    "window, stops": {"exact_window": 20, "key_stop": STOPS, "sinks": 3, "return_state": True},
+    "window, prefix": {"exact_window": 9, "prefix_length": 40, "key_mask": MASK, **BIASES},
+    "window, packed": {
+        **{"exact_window": 12, "is_causal": True, "cu_seqlens": BORDERS, "log_decay": DECAY},
+        **{"sinks": 2, "return_state": True},
+    },
+    "window, packed, full": {"exact_window": 4, "cu_seqlens": BORDERS, "log_decay": -0.02},
+    "packed, two sides": {"cu_seqlens": BORDERS, "log_decay": -0.02, "return_state": True},
+}
+PLACED: dict[str, dict[str, Any]] = {
+    "stops": {"key_stop": STOPS, "key_mask": MASK},
+    "packed": {"cu_seqlens": BORDERS, "is_causal": True, "key_bias": BIAS},
 }
 EXACT: dict[str, dict[str, Any]] = {
     "full": {"return_log_normalizer": True},
@@ -66,7 +78,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "stops": {"key_stop": STOPS},
     "window": {"local_window_size": (30, 2), "return_log_normalizer": True, **BIASES},
     "window, sinks": {"local_window_size": 9, "is_causal": True, "sinks": 4, "key_bias": BIAS},
-    "packed": {"cu_seqlens": BORDERS, "local_window_size": 6, "key_mask": MASK},
+    "packed": {"cu_seqlens": BORDERS, "local_window_size": 6, "sinks": 3, "key_mask": MASK},
 }
 RULES: dict[str, dict[str, Any]] = {
     "gated": {"log_decay": DECAY},
@@ -132,6 +144,41 @@ def test_windows_stops_and_packed_sequences_are_numpys(jax, options):
     agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
 
 
+@pytest.mark.parametrize("name", ["cosformer", "rotated"])
+@pytest.mark.parametrize("options", PLACED)
+def test_maps_of_positions_are_numpys(jax, name, options):
+    """Tokens that are moved keep their positions."""
+    phi, options = MAPS[name], PLACED[options]
+    want = linattn.linear_attention(*HOST, phi, **options)
+    agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
+
+
+def test_lower_right_beside_a_window_is_numpys(jax):
+    """The first queries may see no key."""
+    query, (_, key, value) = HOST[0], HOST[..., 60:, :]
+    options: dict[str, Any] = {"is_causal": "lower_right", "exact_window": 7}
+    want = linattn.linear_attention(query, key, value, MAPS["positive"], **options)
+    call = partial(linattn.linear_attention, **options)
+    agree(traced(jax, call, (query, key, value), {}, MAPS["positive"]), want)
+
+
+@pytest.mark.parametrize("interval", [64, 50, 1000])
+def test_states_on_the_way_are_numpys(jax, interval):
+    options: dict[str, Any] = {"return_states_every": interval}
+    calls = [
+        partial(linattn.linear_attention, feature_map=MAPS["positive"], is_causal=True, **options),
+        partial(linattn.linear_recurrence, update_rule="gated", log_decay=DECAY, **options),
+    ]
+    for call in calls:
+        want, found = call(*HOST), jax.jit(call)(*HOST)
+        agree(found[0], want[0])
+        for x, y in zip(found[1], want[1], strict=True):
+            if isinstance(y, linattn.State):
+                assert x.length == y.length
+                x, y = (s.kvz * np.exp(s.log_scale)[..., None] for s in (x, y))
+            np.testing.assert_allclose(x, y, rtol=1e-11)
+
+
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_packed_states_go_on(jax, lead):
     """Some states have no axis of heads."""
@@ -149,9 +196,10 @@ def test_packed_states_go_on(jax, lead):
         agree(jax.jit(attend)(state[:2], *HOST), want)
 
 
+@pytest.mark.parametrize("borders", [None, BORDERS])
 @pytest.mark.parametrize("rule", RULES)
-def test_recurrences_are_numpys(jax, rule):
-    options = {"update_rule": rule, "return_state": True, **RULES[rule]}
+def test_recurrences_are_numpys(jax, rule, borders):
+    options = {"update_rule": rule, "return_state": True, "cu_seqlens": borders, **RULES[rule]}
     want = linattn.linear_recurrence(*HOST, **options)
     agree(traced(jax, linattn.linear_recurrence, HOST, options), want)
 
@@ -218,28 +266,72 @@ def test_gradients_are_numpys(jax, name, is_causal):
     agree(found, pullback(HOST[0]), 1e-9)
 
 
+PULLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefix and window": ("linear", LOOPS["window, prefix"]),
+    "packed": ("linear", LOOPS["packed, causal"]),
+    "stops": ("softmax", EXACT["stops"]),
+}
+
+
+@pytest.mark.parametrize("name", PULLED)
+def test_pullbacks_are_loops_too(jax, name):
+    kind, options = PULLED[name]
+    phi = [MAPS["positive"]] if kind == "linear" else []
+    pulled, call = (getattr(linattn, f"{kind}_attention{end}") for end in ("_vjp", ""))
+    want = pulled(*HOST, *phi, **options)[1](HOST[0])
+    moving = {n: x for n, x in options.items() if hasattr(x, "shape") and n != "key_stop"}
+    fixed = {n: x for n, x in options.items() if n not in moving}
+
+    def through(x, moving):
+        return pulled(*x, *phi, **fixed, **moving)[1](HOST[0])
+
+    def loss(x, moving):
+        return (call(*x, *phi, **fixed, **moving) * HOST[0]).sum()
+
+    agree(jax.jit(through)(HOST, moving), want, 1e-10)
+    agree(jax.jit(jax.grad(loss))(HOST, moving), want, 1e-10)
+
+
 COUNTED = {
     **{f"linear, {name}": (MAPS["positive"], o) for name, o in LOOPS.items()},
     **{f"{name}, causal": (phi, {"is_causal": True}) for name, phi in MAPS.items()},
+    **{f"cosformer, {name}": (MAPS["cosformer"], o) for name, o in PLACED.items()},
     "positive, full": (MAPS["positive"], {}),
     **{f"softmax, {name}": (None, o) for name, o in EXACT.items()},
     **{f"recurrence, {name}": (name, o) for name, o in RULES.items()},
+    "recurrence, packed": ("gated", RULES["gated"] | {"cu_seqlens": BORDERS}),
 }
 SHORT, LONG = 515, 2051
 
 
 DIFFERENTIATED = (
     *("positive, causal", "positive, full", "linear, window, full", "linear, stops"),
-    *("softmax, causal", "softmax, window", "recurrence, gated_delta"),
+    *("linear, window, stops", "linear, window, packed", "linear, packed, two sides"),
+    *("cosformer, stops", "softmax, causal", "softmax, window"),
+    *("recurrence, gated_delta", "recurrence, packed"),
 )
+PULLED_BACK = ("positive, causal", "linear, window, stops", "softmax, packed", "recurrence, packed")
+
+
+def operations(program):
+    """Count the operations of a program, those of its loops and branches too."""
+    count = len(program.eqns)
+    for equation in program.eqns:
+        for parameter in equation.params.values():
+            for part in parameter if isinstance(parameter, tuple | list) else [parameter]:
+                inside = getattr(part, "jaxpr", part)
+                count += operations(inside) if hasattr(inside, "eqns") else 0
+    return count
 
 
 @pytest.mark.parametrize(
-    ("name", "differentiate"),
-    [(name, False) for name in COUNTED] + [(name, True) for name in DIFFERENTIATED],
+    ("name", "how"),
+    [(name, "") for name in COUNTED]
+    + [(name, "grad") for name in DIFFERENTIATED]
+    + [(name, "_vjp") for name in PULLED_BACK],
 )
-def test_the_program_is_as_long_at_every_length(jax, name, differentiate):
-    """It is compiled in seconds, as its lines are few."""
+def test_the_program_has_as_many_operations_at_every_length(jax, name, how):
+    """It is compiled in seconds, as they are few."""
     phi, options = COUNTED[name]
     fixed = {n: x for n, x in options.items() if not n.startswith("return")}
 
@@ -249,31 +341,30 @@ def test_the_program_is_as_long_at_every_length(jax, name, differentiate):
             return [b * length // LENGTH for b in x]
         if hasattr(x, "shape") and x.shape[-1] == LENGTH:
             rows = np.resize(x, (*x.shape[:-1], length))
-            return np.sort(rows) if x is STOPS else rows
+            return np.sort(rows) * length // LENGTH if x is STOPS else rows
         return x
 
-    def lines(length):
+    def count(length):
         given = {n: stretched(x, length) for n, x in fixed.items()}
         moving = {n: given.pop(n) for n in [*given] if n in ("key_mask", "key_bias", *BIASES)}
         moving |= {
             n: given.pop(n) for n in [*given] if hasattr(given[n], "dtype") and n != "key_stop"
         }
-        call: Any = linattn.softmax_attention
-        more: list[Any] = []
+        kind, more = "softmax_attention", []
         if isinstance(phi, str):
-            call, given["update_rule"] = linattn.linear_recurrence, phi
+            kind, given["update_rule"] = "linear_recurrence", phi
         elif phi is not None:
-            call, more = linattn.linear_attention, [phi]
+            kind, more = "linear_attention", [phi]
+        call = getattr(linattn, kind + how.removeprefix("grad"))
 
         def attend(x, options):
-            return call(x, x, x, *more, **given, **options).sum()
+            found = call(x, x, x, *more, **given, **options)
+            return found[1](x) if how == "_vjp" else found.sum()
 
-        function = jax.grad(attend) if differentiate else attend
-        program = jax.make_jaxpr(function)(np.ones((2, length, DIM)), moving)
-        return len(str(program).splitlines())
+        function = jax.grad(attend) if how == "grad" else attend
+        return operations(jax.make_jaxpr(function)(np.ones((2, length, DIM)), moving).jaxpr)
 
-    # Packed sequences may be cut into shorter chunks.
-    assert lines(LONG) <= lines(SHORT) + 10 < 3000
+    assert count(LONG) == count(SHORT) < 3000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

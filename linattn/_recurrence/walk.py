@@ -173,8 +173,22 @@ def _is_looped(problem: Recurrence) -> bool:
     )
 
 
-def _scan_groups(problem: Recurrence) -> tuple[Array, Array]:
-    """Solve equal groups in a loop, which JAX compiles alike at every length."""
+def solve_in_loop(problem: Recurrence, interval: int) -> tuple[Array, list[Array]] | None:
+    """Output, and states after every ``interval`` tokens and the last; None if not in a loop."""
+    if not _is_looped(problem):
+        return None
+    length = problem.key.shape[-2]
+    borders = [*range(0, length, interval), length]
+    problem, log = units.recurrence_in_units(problem)
+    output, states = _scan_groups(replace(problem, borders=borders), interval)
+    return units.times_power(output, log), [units.times_power(x, log) for x in states]
+
+
+def _scan_groups(problem: Recurrence, interval: int | None = None) -> tuple[Array, Array]:
+    """Solve equal groups in a loop, which JAX compiles alike at every length.
+
+    ``interval``: tokens between borders at which the state goes on.
+    """
     xp, length, borders = problem.xp, problem.key.shape[-2], problem.borders
     chunk_size = _power_of_two(problem.chunk_size)
     size, layout, places = TRACED_CHUNKS * chunk_size, None, []
@@ -182,6 +196,9 @@ def _scan_groups(problem: Recurrence) -> tuple[Array, Array]:
         runs = [whole_run(*ends) for ends in pairwise(borders)]
         layout, places = Layout.of(runs, len(runs), size)
         size = layout.size
+        if interval is not None:
+            # Only the first run begins anew.
+            layout = layout._replace(starts=layout.starts + interval * layout.sums)
         problem = replace(problem, state_lead=(len(runs), *problem.state_lead))
     group = _Group(slice(0, size), min(chunk_size, size))
 
