@@ -51,6 +51,44 @@ def test_the_first_query_of_a_block_may_miss_its_last_key(numpy_path):
         assert_array_equal(gradient[..., 8, :], 0)
 
 
+def _block_stops(length, block, reach):
+    """Blocks of queries, of which the second half sees some keys of the next block too."""
+    place = np.arange(length)
+    stops = block * (place // block + 1) + reach * (place % block >= block // 2)
+    return np.minimum(stops, length)
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "reach", "options"),
+    [
+        (400, 8, 0, {}),
+        (400, 24, 5, {}),
+        (120, 12, 3, {"exact_window": 2}),
+        (120, 12, 0, {"exact_window": 2, "far_bias": -np.inf}),
+        (120, 40, 9, {"exact_window": 20, "far_bias": -np.inf}),
+    ],
+)
+def test_nan_in_keys_that_a_row_does_not_see_leaves_no_trace(
+    numpy_path, length, block, reach, options
+):
+    stops, arrays = _block_stops(length, block, reach), inputs(length, lead=())
+    place, w = np.arange(length), options.get("exact_window")
+    seen = place < stops[:, None]
+    if "far_bias" in options:
+        far = (options["far_bias"],) * 2
+        options = {**options, "window_bias": np.zeros(2 * w + 1), "far_bias": far}
+        seen &= (abs(place - place[:, None]) <= w) & (abs(place // w - place[:, None] // w) <= 1)
+    options = {"key_stop": stops, **options}
+    clean = linattn.linear_attention(*arrays, PHI, **options)
+    for key in range(1, length, 23):
+        for side in (1, 2):
+            poisoned = [x.copy() for x in arrays]
+            poisoned[side][key] = np.nan
+            out = linattn.linear_attention(*poisoned, PHI, **options)
+            assert_array_equal(out[seen[:, key]], np.nan)
+            assert_allclose(out[~seen[:, key]], clean[~seen[:, key]], rtol=1e-9, atol=1e-12)
+
+
 # Gradients --------------------------------------------------------------------------------------
 
 

@@ -234,7 +234,7 @@ class LinePullback(NamedTuple):
         """Pull back a causal block that finds the cotangents of its rows."""
         pull, line = self.pull, self.line
         block = line.block(step)
-        grad_output = step.place_queries(pull.grad_output(step.queries), 0.0)
+        grad_output = step.place_queries(pull.grad_output(step.queries))
         answer = _scan_vjp(pull, step, block, state, adjoint, grad_output)
         if _dispatch.is_declined(answer):
             return self._halves(step, state, adjoint)
@@ -264,7 +264,7 @@ class LinePullback(NamedTuple):
             return flip(x) if line.reverse else x
 
         rows = rows._replace(
-            g1=step.place_queries(turned(rows.g1), 0.0),
+            g1=step.place_queries(turned(rows.g1)),
             log=step.place_queries(turned(rows.log), float("inf")),
         )
         found = BlockPullback(specs, query, key, values).pull(rows, state, adjoint)

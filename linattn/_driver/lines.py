@@ -109,12 +109,11 @@ class Line(NamedTuple):
         part, after = self.scan(step, state) if step.num_keys else (self.read(step, state), state)
         log = self.log_weight(step)
         if log is not None:
-            xp, num_den = self.problem.xp, part.num_den
-            log = xp.astype(log, self.problem.dtype, copy=False)
-            if self.bias is not None:
-                # Pairs of weight 0 add none of their values, which may be NaN.
-                num_den = xp.where(log == -xp.inf, xp.zeros_like(num_den), num_den)
-            part = Partial(num_den, part.log + log)
+            log = self.problem.xp.astype(log, self.problem.dtype, copy=False)
+            if self.bias is None:
+                part = Partial(part.num_den, part.log + log)
+            else:
+                part = weighed_rows(part, log)
         return part, after
 
     def read(self, step: Step, state: State) -> Partial:
@@ -201,6 +200,13 @@ class Line(NamedTuple):
         decay = decay_of_rows(self.problem, slice(first + 1, int(late.max()) + 1))
         clock = self.problem.xp.cumulative_sum(decay, axis=-2, include_initial=True)
         return rows_at(clock, late - first) - rows_at(clock, early - first)
+
+
+def weighed_rows(part: Partial, log: Array) -> Partial:
+    """Add log weights to rows; one of -inf leaves nothing of a row, not even NaN."""
+    xp, is_nothing = _arrays.namespace(part.num_den), log == -float("inf")
+    num_den = xp.where(is_nothing, xp.zeros_like(part.num_den), part.num_den)
+    return Partial(num_den, xp.where(is_nothing, log, part.log + log))
 
 
 # In the order from the end ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.causal_blocks import causal_block
-from linattn._driver.lines import Line
+from linattn._driver.lines import Line, weighed_rows
 from linattn._generic.loops import Integers, Run
 from linattn.typing import Array, Partial
 
@@ -56,7 +56,8 @@ def read_short_runs(line: Line, runs: list[Run]) -> list[Partial]:
     key = key.each(lambda x: gathered(x, keys - near.start))
     mask = xp.asarray(is_key[..., None], device=array_api_compat.device(problem.key))
     weight = xp.zeros_like(key.x[..., :1]) if key.log_weight is None else key.log_weight
-    key = key._replace(log_weight=xp.where(mask, weight, xp.full_like(weight, -float("inf"))))
+    weight = xp.where(mask, weight, xp.full_like(weight, -float("inf")))
+    key = key._replace(x=xp.where(mask, key.x, xp.zeros_like(key.x)), log_weight=weight)
     values = gathered(values, keys - near.start)
     values = xp.where(mask, values, xp.zeros_like(values))
     query = raw_tokens(problem, "query", rows, line.start)
@@ -67,8 +68,9 @@ def read_short_runs(line: Line, runs: list[Run]) -> list[Partial]:
     key = in_map_coordinates(problem, "key", key)
     nothing = _generic.empty_state(state_lead, problem.num_features, values.shape[-1] - 1, values)
     part, _ = causal_block(problem, line.functions, query, key, values, nothing)
+    if line.bias is not None:
+        part = weighed_rows(part, line.bias[..., None, :])
     log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
-    log = log if line.bias is None else log + line.bias[..., None, :]
     each = part.num_den, log
     return [
         Partial(*(rows_at(x[..., i, :, :], place) for x in each)) for i, place in enumerate(places)

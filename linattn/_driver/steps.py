@@ -39,19 +39,17 @@ class Positions(NamedTuple):
     keys: Places
     queries: Places
 
-    def place(self, rows: Array, at: Places, fill: float | None = None) -> Array:
-        """Return ``size`` rows with ``rows`` at the positions ``at``; None stays None.
+    def place(self, rows: Array, at: Places, fill: float = 0.0) -> Array:
+        """Return ``size`` rows with ``rows`` at the positions ``at``, all others ``fill``.
 
-        All other rows are ``fill``, or repeat a neighboring row without one.
+        None stays None.
         """
         if rows is None:
             return None
         nearest = np.maximum(np.searchsorted(at, np.arange(self.size), side="right") - 1, 0)
-        placed = rows_at(rows, nearest)
-        if fill is None:
-            return placed
         xp, device = array_api_compat.array_namespace(rows), array_api_compat.device(rows)
         filled = xp.asarray((at[nearest] == np.arange(self.size))[:, None], device=device)
+        placed = rows_at(rows, nearest)
         return xp.where(filled, placed, xp.full_like(placed, fill))
 
 
@@ -83,7 +81,7 @@ class Step(NamedTuple):
             return np.arange(1, self.num_queries + 1)
         return np.searchsorted(self.positions.keys, self.positions.queries, side="right")
 
-    def place_queries(self, rows: Array, fill: float | None = None) -> Array:
+    def place_queries(self, rows: Array, fill: float = 0.0) -> Array:
         """Place rows of the step's queries at their positions, as :meth:`Positions.place`."""
         positions = self.positions
         return rows if positions is None else positions.place(rows, positions.queries, fill)
@@ -95,9 +93,9 @@ class Step(NamedTuple):
         place, at, weight = self.positions.place, self.positions.keys, key.log_weight
         if weight is None:
             weight = array_api_compat.array_namespace(key.x).zeros_like(key.x[..., :1])
-        weight, decay = place(weight, at, -float("inf")), place(key.log_decay, at, 0.0)
+        weight, decay = place(weight, at, -float("inf")), place(key.log_decay, at)
         placed = Tokens(place(key.x, at), weight, key.start, decay)
-        return placed, place(values_and_one, at, 0.0)
+        return placed, place(values_and_one, at)
 
     def queries_of(self, rows: Array) -> Array:
         """Return the rows at the positions of queries: the inverse of `place_queries`."""

@@ -114,9 +114,13 @@ def exact_pairs(
         part: Partial = exact_block(spec, query, key, values_and_one, visible)
         if bool(xp.all(xp.isfinite(part.num_den))):
             return part
+    if bias is not None:
+        # Not all logits may be numbers.
+        counts = bias > -xp.inf
+        visible = counts if visible is None else visible & counts
     finite = xp.where(xp.isfinite(values_and_one), values_and_one, xp.zeros_like(values_and_one))
     num_den, log, _ = exact_block(spec, query, key, finite, visible)
-    sees = _sees(key, visible, bias, num_den)
+    sees = _sees(key, visible, num_den)
     for infinity in (xp.inf, -xp.inf):
         holds = xp.isnan(values_and_one) | (values_and_one == infinity)
         reached = xp.matmul(sees, xp.astype(holds, num_den.dtype)) > 0
@@ -131,7 +135,7 @@ def _biased(
     return exact_block(spec, query, key, values_and_one, visible, bias)
 
 
-def _sees(key: Tokens, visible: Array | None, bias: Array | None, like: Array) -> Array:
+def _sees(key: Tokens, visible: Array | None, like: Array) -> Array:
     """Which queries see which keys, as numbers 0 and 1 of a dtype, ``(..., n, s)``."""
     xp, device = namespace(like), array_api_compat.device(like)
     seen = xp.ones((like.shape[-2], key.x.shape[-2]), dtype=xp.bool, device=device)
@@ -139,6 +143,4 @@ def _sees(key: Tokens, visible: Array | None, bias: Array | None, like: Array) -
         seen = seen & visible
     if key.log_weight is not None:
         seen = seen & (xp.matrix_transpose(key.log_weight) > -xp.inf)
-    if bias is not None:
-        seen = seen & (bias > -xp.inf)
     return xp.astype(seen, like.dtype)

@@ -20,8 +20,8 @@ def weighted(state: State, bias: Array) -> State:
     """Give all that a state has seen a log weight; heads of it may be more than the state has."""
     if bias is None:
         return state
-    xp = namespace(state.kvz)
-    log_scale = state.log_scale + bias
+    xp, is_nothing = namespace(state.kvz), bias == -float("inf")
+    log_scale = xp.where(is_nothing, bias, state.log_scale + bias)
     # A state that is left out must leave no NaN.
     kvz = xp.where((log_scale == -xp.inf)[..., None], xp.zeros_like(state.kvz), state.kvz)
     return State(kvz, log_scale, state.length)
