@@ -95,12 +95,11 @@ class Line(NamedTuple):
         tokens, state = self.keys_at_end(keys), self.faded(keys, state)
         return add_block(self.problem, keys, tokens, state, self.functions)
 
-    def add_all(self, keys: slice, state: State, block_size: int) -> Iterator[State]:
-        """Add keys block by block; yield the state after each block."""
-        parts = block_slices(keys.stop - keys.start, block_size)
-        for part in parts:
+    def add_all(self, keys: slice, state: State, block_size: int) -> State:
+        """Add keys block by block."""
+        for part in block_slices(keys.stop - keys.start, block_size):
             state = self.add(self._place(part, keys), state)
-            yield state
+        return state
 
     def take(self, step: Step, state: State) -> tuple[Partial | None, State]:
         """Take a step: the sums of its queries, None without any, and the state after it."""

@@ -24,7 +24,7 @@ from linattn._driver.gradient_rows import Pullback
 from linattn._driver.linear_vjps import LinePullback, given_rows, pull_lines, row_numbers
 from linattn._driver.lines import Line
 from linattn._driver.pairs import offset_bias, rows_of_keys, visible_pairs
-from linattn._driver.runner import initial_state, last_of
+from linattn._driver.runner import initial_state
 from linattn._driver.sinks import Sinks, without_sinks
 from linattn._driver.softmax import short_rows
 from linattn._driver.stops import Stops, stops_of
@@ -161,7 +161,7 @@ def _pull_sinks_of_state(pull: Pullback, keys: slice) -> None:
     nothing, rest = initial_state(problem), slice(keys.stop, problem.key.shape[-2])
     adjoint = pull.last_adjoint(nothing)
     if problem.weights.log_decay is not None:
-        sinks = last_of(back.line.add_all(keys, nothing, pull.block_size), nothing)
+        sinks = back.line.add_all(keys, nothing, pull.block_size)
         back.write_last(back.line.faded(rest, sinks), adjoint)
     back.pull_keys(keys, back.line.faded(rest, adjoint))
 

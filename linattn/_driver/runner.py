@@ -131,49 +131,24 @@ def _two_sided(run: Run, state: State) -> Iterator[State]:
     # Both lines must give rows on the true scale.
     problem = run.problem.replace(want_log=True)
     ahead = Line(problem, run.functions, state.length, reverse=True)
-    held, after = RowsSoFar(problem, run.functions), _nothing_yet(problem)
-    for step in _steps_ahead(problem.query.shape[-2], run.block_size):
+    length, xp = problem.query.shape[-2], problem.xp
+    later = OutputRows(problem, problem.value.shape[-1] + 2, problem.dtype, run.functions)
+    after = _nothing_yet(problem)
+    for step in ahead.steps(np.arange(length), run.block_size, keys=slice(min(length, 1), length)):
         part, after = ahead.take(step, after)
         if part is not None:
-            held.write(step.queries, part)
+            log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
+            later.write((), step.queries, xp.concat([part.num_den, log], axis=-1))
         yield state
-    later = held.result()
+    numbers = later.result()
 
     def write(rows: slice, part: Partial) -> None:
-        rest = Partial(later.num_den[..., rows, :], later.log[..., rows, :])
-        run.write(rows, _generic.combine(part, rest))
+        rest = numbers[..., rows, :]
+        run.write(rows, _generic.combine(part, Partial(rest[..., :-1], rest[..., -1:])))
 
     before = run._replace(problem=problem, write=write, write_read=None, store=None)
-    rows = block_slices(problem.query.shape[-2], run.block_size)
+    rows = block_slices(length, run.block_size)
     yield from take_steps(before, (Step(part, part) for part in rows), state)
-
-
-def _steps_ahead(length: int, block_size: int) -> Iterator[Step]:
-    """Let each query read the keys after it, from the last on, which reads none."""
-    yield Step(slice(length, length), slice(max(length - 1, 0), length))
-    for part in block_slices(length - 1, block_size):
-        first, stop = length - part.stop, length - part.start
-        yield Step(slice(first, stop), slice(first - 1, stop - 1))
-
-
-class RowsSoFar:
-    """Sums of all rows of a line, each with its scale."""
-
-    def __init__(self, problem: Problem, functions: BlockFunctions) -> None:
-        width = problem.value.shape[-1] + 1
-        self._num_den = OutputRows(problem, width, problem.dtype, functions)
-        self._log = OutputRows(problem, 1, problem.dtype, functions)
-        self._xp = problem.xp
-
-    def write(self, rows: slice, part: Partial) -> None:
-        """Keep the sums of some rows."""
-        self._num_den.write((), rows, part.num_den)
-        log = self._xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
-        self._log.write((), rows, log)
-
-    def result(self) -> Partial:
-        """Return all rows."""
-        return Partial(self._num_den.result(), self._log.result())
 
 
 def _softmax(run: Run) -> Iterator[None]:
@@ -254,7 +229,7 @@ def update(
     """Return a state with all keys and values of a problem added, block by block."""
     functions = block_functions(problem.xp) if functions is None else functions
     line = Line(problem, functions, state.length)
-    return last_of(line.add_all(slice(0, problem.key.shape[-2]), state, block_size), state)
+    return line.add_all(slice(0, problem.key.shape[-2]), state, block_size)
 
 
 def last_of(states: Iterator[State], state: State) -> State:

@@ -91,8 +91,7 @@ class Sinks(NamedTuple):
         ``sinks``: an empty state, to which the sinks are added first.
         """
         line = Line(self.problem, functions, 0)
-        for after in line.add_all(self.keys, sinks, block_size):
-            sinks = after
+        sinks = line.add_all(self.keys, sinks, block_size)
         rest = slice(self.keys.stop, self.problem.key.shape[-2])
         merged = _generic.merge(state, line.faded(rest, sinks))
         return merged._replace(length=state.length)

@@ -112,8 +112,7 @@ class Reader:
 
     def advance(self, key: int, block_size: int) -> State:
         """Add the keys before ``key``, and return the state."""
-        for state in self.line.add_all(slice(self.key, key), self.state, block_size):
-            self.state = state
+        self.state = self.line.add_all(slice(self.key, key), self.state, block_size)
         self.key = max(key, self.key)
         return self.state
 
@@ -243,17 +242,14 @@ class Window(NamedTuple):
         nothing = no_keys(self.problem)
         beyond = Reader(self.line(-1), nothing, pivot)
 
-        def add(keys: slice, state: State) -> State:
-            for after in line.add_all(keys, state, self.group_size):
-                state = after
-            return state
-
         # In the order of the line; each with the keys that the part before it reads beside its own.
         items = list(zip(parts, map(slice, [0, *borders], borders), strict=False))[::-1]
-        first = add(slice(borders[-1], pivot), nothing)
-        for (rows, _), state in states_before(
-            items, first, lambda item, state: add(item[1], state)
-        ):
+        first = line.add_all(slice(borders[-1], pivot), nothing, self.group_size)
+
+        def add(item: tuple[slice, slice], state: State) -> State:
+            return line.add_all(item[1], state, self.group_size)
+
+        for (rows, _), state in states_before(items, first, add):
             yield Side(rows, self.stops, line, state, pivot, beyond)
 
     def takes_states(self, rows: slice, sides: list[Side]) -> bool:
@@ -334,11 +330,6 @@ class Window(NamedTuple):
         first = (rows.start + start) // tile
         return first, -(-(rows.stop + start) // tile) - first
 
-    @property
-    def ahead(self) -> bool:
-        """Whether a query may see keys of the block after its own."""
-        return self.problem.sees.ahead or self.problem.sees.key_stop is not None
-
     def end(self, rows: slice) -> int:
         """Return the first key that none of some queries sees, after all that one does."""
         return int(self.stops.of(slice(rows.stop - 1, rows.stop)).end[0])
@@ -346,8 +337,8 @@ class Window(NamedTuple):
     def keys(self, rows: slice, tile: int) -> _Keys:
         """Keys of some queries' tiles and of the tiles beside; keys that none sees are masked."""
         first, count = self._tiles(rows, tile)
-        tiles = first - 1, first + count + self.ahead, tile
-        limit = self.end(rows) if self.ahead else self.problem.key.shape[-2]
+        tiles = first - 1, first + count + self.stops.ahead, tile
+        limit = self.end(rows) if self.stops.ahead else self.problem.key.shape[-2]
         key, values_and_one = key_blocks(self.problem, *tiles, self.start, limit)
         decay = None
         if self.problem.weights.log_decay is not None:
@@ -357,9 +348,9 @@ class Window(NamedTuple):
     def visible(self, rows: slice, tile: int, front: int, count: int) -> Array:
         """Which near keys the queries of each tile see, ``(..., t, s)``; None for all."""
         w, problem = self.size, self.problem
-        query, key = np.arange(tile)[:, None], np.arange(-w, tile + (w if self.ahead else 0))
+        query, key = np.arange(tile)[:, None], np.arange(-w, tile + (w if self.stops.ahead else 0))
         seen = abs(query // w - key // w) <= 1
-        if not self.ahead:
+        if not self.stops.ahead:
             seen &= key <= query
         elif problem.sees.key_stop is not None:
             stops = np.zeros(count * tile, np.int64)
@@ -416,8 +407,7 @@ class Window(NamedTuple):
         if keys.log_decay is not None:
             key = weighed(key, decay_until(keys.log_decay))
         states = self._of_blocks(key, keys.values_and_one)
-        run = slice(0, count)
-        return _running(self.problem, before, blocks_of(states, run), totals, run)
+        return _running(self.problem, before, blocks_of(states, slice(0, count)), totals)
 
     def _rights(self, count: int, keys: _Keys, after: State) -> State:
         """State of all keys right of each block's near keys; ``after`` is the last of them."""
@@ -430,7 +420,7 @@ class Window(NamedTuple):
         states = flip_states(blocks_of(states, run))
         if totals is not None:
             totals = self.problem.xp.flip(totals[..., run, :], axis=-2)
-        return flip_states(_running(self.problem, after, states, totals, slice(0, count - 1)))
+        return flip_states(_running(self.problem, after, states, totals))
 
     def _of_blocks(self, key: Tokens, values_and_one: Array) -> State:
         """State of each block, with an axis of blocks."""
@@ -502,18 +492,17 @@ def _joined(parts: list[Partial]) -> Partial:
     return Partial(xp.concat([part.num_den for part in parts], axis=-2), xp.concat(logs, axis=-2))
 
 
-def _running(
-    problem: Problem, first: State, states: State, totals: Array | None, run: slice
-) -> State:
-    """State before each block of a run, and after the last; ``totals``: log decay of each block."""
+def _running(problem: Problem, first: State, states: State, totals: Array | None) -> State:
+    """State before each block, and after the last; ``totals``: log decay of each, or of more."""
+    count = states.kvz.shape[-3]
     if _arrays.is_staged(states.kvz):
-        return merge_in_turn(first, states, None if totals is None else totals[..., run, :])
+        return merge_in_turn(first, states, None if totals is None else totals[..., :count, :])
     if totals is None:
         joined = stack_states([with_block_axis(first), states])
         return prefix_merge(joined, lazy=problem.policy.lazy)
     seen = [first]
-    for i in range(run.stop - run.start):
-        faded = fade(seen[-1], totals[..., run.start + i, :])
+    for i in range(count):
+        faded = fade(seen[-1], totals[..., i, :])
         seen.append(_generic.merge(faded, state_at(states, i)))
     return stack_states([with_block_axis(state) for state in seen])
 
