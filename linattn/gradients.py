@@ -116,8 +116,8 @@ def linear_attention_vjp(
     return_state : bool, optional
         The first result is then the tuple ``(output, state)``. Default False.
     exact_window, sinks, window_bias, far_bias
-        As for :func:`linattn.linear_attention`; biases are constants in the gradient. Not with
-        ``log_decay``.
+        As for :func:`linattn.linear_attention`; biases are constants in the gradient, and are not
+        given with ``log_decay``.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """The driver of gradients: problems, packed ones and heads apart, each pulled back by its steps.
 
 Everything is computed again from query, key and value; beside the gradients themselves only some
-states of the forward pass are stored.
+states of the forward pass are stored, or what a backend's own pullback keeps.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _pull_by_torch(*arguments: Any) -> Gradients | None:
 def pull(
     problem: Problem, cotangent: Cotangent, checkpoints: Checkpoints | None = None
 ) -> Gradients:
-    """Return the gradients of linear attention; ``checkpoints``: states of the forward pass."""
+    """Return the gradients of attention; ``checkpoints``: states of the forward pass."""
     checkpoints = checkpoints and checkpoints.of(problem)
     value = units.value_log(problem, whole=True)
     if not _are_far_apart(problem, cotangent, value):

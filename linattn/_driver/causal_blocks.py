@@ -41,7 +41,7 @@ from linattn.typing import (
 UNDERFLOWED = Declined("rows underflowed: redone hierarchically", by_head=True)
 
 MAX_DECLINED_TOKENS = 512
-"""Longest causal block that the generic code does whole if a backend declines it.
+"""Longest causal block that the generic code does whole where a backend has declined it.
 
 Its time and memory grow with the square of its length.
 """

@@ -5,7 +5,7 @@ from the end, ``reverse``), and exact pairs beside. A line takes the steps of `s
 `linear_vjps` pulls the same steps back, from the last to the first. Decay is a matter of times: the
 state has the time of the last key that it has taken up, a query its own.
 
-`runner` and `window` run lines.
+`runner`, `window` and `traced` run lines; `sinks` and the pullbacks add keys by them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The runner: every mode of attention is lines of steps, exact pairs, or both, block by block.
 
-`run` is a generator: it yields the state after each block, so that a plan can run several tasks in
-round-robin order. It passes finished rows to `Run.write`. `forward` and `backward` run it.
+`run` returns a generator of the state after each block, so that a plan can run several tasks in
+round-robin order; a window is one block. It passes finished rows to `Run.write`. `forward` and the
+pullbacks run it.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _window(run: Run, state: State) -> Iterator[State | None]:
     if run.problem.exact.clusters is not None:
         clusters, _ = sort_keys(run.problem, state, run.block_size, run.functions)
     last = window_rows(run.problem, state, run.block_size, run.functions, run.write, clusters)
-    # The last keys are far from no query.
+    # No query reads the last keys by the map.
     yield last() if run.keeps_state else None
 
 

@@ -8,7 +8,7 @@ each gets a row number of the block, its *position*: a query has a position at o
 that it sees, and before all others. Positions without a key are masked; the output of positions
 without a query is dropped.
 
-`lines` makes steps and takes them, forward and backward; `window` and `linear_vjps` order them.
+`lines` makes steps and takes them, and `linear_vjps` pulls them back.
 """
 
 from __future__ import annotations

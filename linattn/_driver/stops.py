@@ -3,7 +3,7 @@
 A line reads the first keys, a line from the end the last ones, and what lies between is exact
 (`pairs`) or seen by neither. An exact window of w tokens leaves out the query's own block of w and
 the blocks beside it: their borders are the two numbers. Modes of one line have no more than stops.
-`runner`, `window` and `linear_vjps` make lines of them.
+`window` makes lines of them, and `linear_vjps` and `pair_vjps` pull these back.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Positions are cut into blocks of the window's length. The keys of a query's own block and of the
 blocks beside it (causal: the one before) are near. Queries are computed in groups of blocks: exact
 pairs with the near keys, and two lines, which read the keys to the left of these and to the right.
-Nothing is subtracted. Short windows take the steps of the lines, which hold many borders each. Long
-windows, and libraries without causal blocks of their own, read a state for each block, on an axis
-of blocks: the states to the left and to the right are merged, so that each query reads once.
+Nothing is subtracted. Short windows take the steps of the lines, which hold many borders each, and
+so do groups whose stops are not at borders of blocks. Long windows, and all but the shortest where
+a library has no causal blocks of its own, read a state for each block, on an axis of blocks: the
+states to the left and to the right are merged, so that each query reads once.
 
 `runner` computes every problem with an exact window here.
 """
@@ -67,7 +68,10 @@ MAX_GENERIC = 4
 """Longest window that is read by steps where causal blocks are generic code."""
 
 MAX_SHORT = 12
-"""The same elsewhere, beside an eighth of the features: a state for each block costs by these."""
+"""The same elsewhere, beside an eighth of the features, and below `MIN_RUN` in all.
+
+A state for each block costs by the number of features.
+"""
 
 MIN_TILE = 64
 """Least tokens of a tile, whose near pairs are computed together; a tile has whole blocks."""

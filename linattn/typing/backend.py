@@ -232,7 +232,8 @@ class BlockTier(Protocol):
     ) -> Partial | Declined:
         """Softmax attention of a block of queries to a block of keys, or to the visible ones.
 
-        ``visible`` is ``(n, s)``. Log weights are 0 or -inf, here and in all of softmax attention.
+        ``visible`` is ``(n, s)``, or has leading axes of blocks too. Log weights are 0 or -inf,
+        here and in all of softmax attention but :meth:`exact_vjp`, where a key's bias is one.
         """
         ...
 

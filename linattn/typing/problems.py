@@ -77,7 +77,7 @@ class Visible(NamedTuple):
     key_stop : ndarray or None
         ``(..., L)`` integers on the host, non-decreasing: query i sees the keys before the i-th.
     query_start : int
-        Position of the first query. The first key has position 0, or the length of ``state``.
+        Position of the first query among the keys; a map counts both from the length of ``state``.
     cu_seqlens : ndarray or None
         Borders of packed sequences, ``(n + 1,)``, on the host; the state of the problem then has an
         axis of n before all others, which nothing else has. Backends are given the sequences as
@@ -257,7 +257,7 @@ class Problem:
     policy : Policy
         How the work may be done.
     want_log : bool
-        Whether the log normalizer is asked for.
+        Whether rows are read on the true scale, as where the log normalizer is asked for.
     normalize : bool
         Whether numerators are divided by denominators.
     signed : bool

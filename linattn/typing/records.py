@@ -316,7 +316,8 @@ class RowScale(NamedTuple):
     log : Array
         ``(..., n, 1)``: the log of the row's scale; inf for a row without gradient.
     inverse : Array
-        ``(..., n, 1)``: ``1 / num_den[..., -1:]``, 0 for a row without gradient.
+        ``(..., n, 1)``: ``1 / num_den[..., -1:]``, 0 for a row without gradient. Where ``log`` is
+        the log normalizer, it is the sign.
     inner : Array
         ``(..., n, 1)``: ``inverse * (g . num / den)``.
 
