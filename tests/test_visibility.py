@@ -92,6 +92,21 @@ def test_nan_in_keys_that_a_row_does_not_see_leaves_no_trace(
 # Gradients --------------------------------------------------------------------------------------
 
 
+def test_gradients_that_heads_share_are_rounded_once():
+    """Each head has its own stops; the queries are one for all."""
+    query, key, value = (x.astype(np.float32) for x in inputs(20, lead=(6,)))
+    rng = np.random.default_rng(3)
+    stops = np.sort(rng.integers(1, 21, (6, 20)), axis=-1)
+    grad = rng.standard_normal(value.shape).astype(np.float16)
+    found = []
+    for dtype in (np.float16, np.float32):
+        arrays = (x.astype(dtype) for x in (query[:1], key, value))
+        _, pullback = linattn.linear_attention_vjp(*arrays, PHI, key_stop=stops)
+        found.append(pullback(grad.astype(dtype))[:3])
+    for narrow, wide in zip(*found, strict=True):
+        assert_array_equal(narrow, wide.astype(np.float16))
+
+
 def test_gradients_of_many_steps_are_those_of_few(numpy_path):
     """More steps than states are held: some are made again."""
     arrays = inputs(420, lead=())

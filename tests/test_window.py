@@ -226,6 +226,18 @@ def test_what_is_masked_by_a_bias_leaves_no_trace(is_causal, right, column):
     check(out[~seen], weights[~seen], np.nan_to_num(value), 1e-12)
 
 
+def test_biases_of_heads_that_only_the_state_has():
+    rng, phi = np.random.default_rng(5), PositiveFeatures(4, 8, rng=1)
+    before, tokens = rng.standard_normal((3, 5, 9, 4)), rng.standard_normal((3, 20, 4))
+    state = linattn.init_state(phi, 4, like=before[0])
+    state = linattn.update_state(state, *before[1:], phi)
+    options: dict[str, Any] = {"initial_state": state, "window_bias": rng.standard_normal((5, 3))}
+    options |= {"feature_map": phi, "exact_window": 4, "is_causal": True}
+    got = linattn.linear_attention(*tokens, **options)
+    each = np.broadcast_to(tokens[:, None], (3, 5, 20, 4))
+    assert_array_equal(got, linattn.linear_attention(*each, **options))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

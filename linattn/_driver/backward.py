@@ -274,16 +274,18 @@ def _pull_packed(
 
 def _pull_heads(problem: Problem, cotangent: Cotangent) -> Gradients:
     """Gradients where heads have different ``key_stop``: one pullback for each task of heads."""
-    tasks = head_tasks(problem)
-    parts = [_pull(take_problem(problem, task), _take_cotangent(cotangent, task)) for task in tasks]
-    wholes = arguments_of(problem)
+    tasks, xp, wholes = head_tasks(problem), problem.xp, arguments_of(problem)
+    # Gradients of what heads share are rounded once, when all are added.
+    names = ("query", "key", "value")
+    wide = problem.replace(**{n: xp.astype(wholes[n], problem.dtype, copy=False) for n in names})
+    parts = [_pull(take_problem(wide, task), _take_cotangent(cotangent, task)) for task in tasks]
     if problem.state is not None:
         wholes["state"] = problem.state.kvz
-    joined = {
-        name: join_tasks(tasks, [getattr(part, name) for part in parts], tuple(x.shape[:-2]))
-        for name, x in wholes.items()
-    }
-    return Gradients(**{"state": None, **joined})
+    joined: dict[str, Array] = {"state": None}
+    for name, x in wholes.items():
+        found = join_tasks(tasks, [getattr(part, name) for part in parts], tuple(x.shape[:-2]))
+        joined[name] = xp.astype(found, x.dtype, copy=False)
+    return Gradients(**joined)
 
 
 def _take_cotangent(cotangent: Cotangent, task: Index) -> Cotangent:

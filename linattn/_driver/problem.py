@@ -140,8 +140,6 @@ def _describe(
     dtype = _arrays.accumulation_dtype(xp, query.dtype, settings.precision, query)
     specs = map_specs(feature_map, xp, dtype, array_api_compat.device(query))
     exact = exact_keys(arrays, feature_map, specs, options, sees)
-    bias = check_relative_bias(options, query, _leading_axes(arrays)[1], dtype)
-    check_reach(bias, options.exact_window)
     if options.log_decay is not None:
         _check_decays(peel_affine(specs[0])[0], feature_map, sees)
     weights, state = weights_of(xp, arrays, dtype, options, sees), options.initial_state
@@ -156,6 +154,8 @@ def _describe(
         check_sequences(name, state, count, key=key, value=value)
     more = _axes_beside(specs, state, options.state_name, sees)
     state_lead, lead = _leading_axes(arrays, **more)
+    bias = check_relative_bias(options, query, lead, dtype)
+    check_reach(bias, options.exact_window)
     check_stop_axes(sees.key_stop, state_lead)
     size = options.chunk_size
     chunk_size = None if size is None else _checks.check_positive_int("chunk_size", size)
