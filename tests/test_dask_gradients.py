@@ -50,7 +50,7 @@ def compare(arrays, rows, phi, options, *, seed=0, heads=1, tol=2e-6, **flags):
     grad_output = numbers(output.shape, seed).astype(output.dtype)
     want = pullback(grad_output)
     given = (*arrays, grad_output)
-    chunks = {-2: rows, -3: heads}
+    chunks = {-2: rows, **({-3: heads} if heads else {})}
     chunked = [da.from_array(array).rechunk(chunks) for array in given]
     with dask.config.set(scheduler=refuse):
         _, lazy_pullback = vjp(*chunked[:3], phi, **lazy, **flags)
@@ -115,6 +115,16 @@ def test_through_decay(shape, rows):
     arrays = tokens(40, dtype=np.float64)
     flags: Any = {"is_causal": True, "heads": 2, "tol": 1e-12}
     compare(arrays, rows, MAPS["positive"], options, **flags)
+
+
+@pytest.mark.parametrize("rows", [(9, 0, 20, 11), (1,) * 40], ids=["one group", "groups"])
+@pytest.mark.parametrize("names", [(), ("log_decay",), ("key_bias",), ("log_decay", "key_bias")])
+def test_heads_that_only_the_state_has(rows, names):
+    given = {"log_decay": -abs(numbers(40, 1)), "key_bias": numbers(40, 2)}
+    state = attend(*tokens(20, seed=1, heads=3), MAPS["positive"], return_state=True)[1]
+    options = {name: given[name] for name in names} | {"initial_state": state}
+    arrays = tuple(array[0] for array in tokens(40, heads=3))
+    compare(arrays, rows, MAPS["positive"], options, heads=(), tol=1e-5, is_causal=True)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -308,10 +308,7 @@ def check_unseen(case: Case) -> str:
             raise
         return "refused"
     key, value = case.key.copy(), case.value.copy()
-    value[..., at, :] = np.nan
-    # NaN and a bias of -inf for a pair are NaN.
-    if (np.asarray(case.options.get("window_bias", 0)) > -np.inf).all():
-        key[..., at, :] = np.nan
+    value[..., at, :] = key[..., at, :] = np.nan
     spoiled = Case(**{**vars(case), "key": key, "value": value})
     # Dask computes here, and NumPy warns.
     with np.errstate(invalid="ignore" if case.library == "dask" else "warn"):
