@@ -640,10 +640,11 @@ def joined(parts: list[Result]) -> Result:
 
 
 class Run(NamedTuple):
-    """Outputs and last states of a recurrence, and the largest number on the way."""
+    """Outputs of a recurrence, its last states, those on the way, and the largest number."""
 
     output: Array
     state: Array
+    states: list[Array]
     size: float
 
 
@@ -652,7 +653,7 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     L, d = key.shape[-2:]
     scale, borders = options.get("scale"), options.get("cu_seqlens")
     scale = d**-0.5 if scale is None else scale
-    state = options.get("initial_state")
+    state, interval = options.get("initial_state"), options.get("return_states_every")
     decay, beta = (options.get(name) for name in ("log_decay", "beta"))
     if decay is not None and decay.ndim < key.ndim:
         decay = decay[..., None]
@@ -661,8 +662,14 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
         rates = 1.0 if beta is None else beta if beta.ndim == key.ndim else beta[..., None]
         erase, beta = rates * erase, None
     beta = None if beta is None else beta[..., None, None]
+    counts = np.ones((*key.shape[:-1], 1, 1), bool)
+    if options.get("key_mask") is not None:
+        counts = counts & options["key_mask"][..., None, None]
+    if options.get("key_lengths") is not None:
+        ends = np.asarray(options["key_lengths"])[..., None]
+        counts = counts & (np.arange(L) < ends)[..., None, None]
     leads = [x.shape[:-2] for x in (key, value)]
-    leads += [] if decay is None else [decay.shape[:-2]]
+    leads += [x.shape[:-2] for x in (decay, read, erase) if x is not None]
     leads += [] if beta is None else [beta.shape[:-3]]
     if state is not None:
         leads.append(state.shape[1 if borders is not None else 0 : -2])
@@ -671,10 +678,11 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     starts = [0, L] if borders is None else [int(border) for border in borders]
     out_lead = np.broadcast_shapes(query.shape[:-2], lead)
     rows, last, size = [np.zeros((*out_lead, 0, value.shape[-1]))], [], 1.0
+    states: list[Array] = []
     for n, (a, b) in enumerate(pairwise(starts)):
         S = nothing + (0 if state is None else state if borders is None else state[n])
         for t in range(a, b):
-            gone = 0.0
+            before, gone = S, 0.0
             if read is not None and erase is not None:
                 gone = (read[..., t, :, None] * S).sum(-2, keepdims=True) * erase[..., t, :, None]
             if decay is not None:
@@ -684,10 +692,14 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
                 v = v - (k * S).sum(-2, keepdims=True)
             if beta is not None:
                 v = v * beta[..., t if beta.shape[-3] > 1 else 0, :, :]
-            S = S + k * v - gone
+            here = counts[..., t, :, :]
+            S = np.where(here, S + k * v - gone, before)
             out = scale * (query[..., t, :, None] * S).sum(-2, keepdims=True)
             rows.append(out + np.zeros((*out_lead, 1, 1)))
-            size = max(size, *(float(abs(x).max(initial=0)) for x in (S, out, k * v)))
+            written = np.where(here, k * v, 0)
+            size = max(size, *(float(abs(x).max(initial=0)) for x in (S, out, written)))
+            if interval is not None and (t + 1) % interval == 0:
+                states.append(S)
         last.append(S)
     whole = last[0] if borders is None else np.stack(last)
-    return Run(np.concatenate(rows, axis=-2), whole, size)
+    return Run(np.concatenate(rows, axis=-2), whole, states, size)

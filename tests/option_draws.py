@@ -526,17 +526,26 @@ def draw_recurrence(seed: int) -> Case:
     )
     norms = np.linalg.norm(case.key, axis=-1, keepdims=True)
     case.key, case.value = (rounded(x, case.dtype) for x in (case.key / norms, case.value))
-    rule = str(rng.choice(["linear", "gated", "delta", "gated_delta"]))
+    rule = str(rng.choice(["linear", "gated", "delta", "gated_delta", "dplr"]))
     options: dict[str, Any] = {"update_rule": rule}
     shape, d = case.key.shape[:-1], case.key.shape[-1]
-    if "gated" in rule:
-        like = ones(rng, shape) if rng.random() < 0.5 else (*ones(rng, shape), d)
-        decay = -2 * rng.random(like)
+
+    def of_tokens(by_channel: bool) -> tuple[int, ...]:
+        like = ones(rng, shape)
+        return (*like, d) if by_channel and rng.random() < 0.5 else like
+
+    if "gated" in rule or (rule == "dplr" and rng.random() < 0.7):
+        decay = -2 * rng.random(of_tokens(True))
         if rng.random() < 0.3:
-            decay = np.where(rng.random(like) < 0.1, -np.inf, decay)
+            decay = np.where(rng.random(decay.shape) < 0.1, rng.choice([-np.inf, -50]), decay)
         options["log_decay"] = rounded(decay, case.dtype)
-    if "delta" in rule:
-        options["beta"] = rounded(rng.random(ones(rng, shape)), case.dtype)
+    if "delta" in rule or (rule == "dplr" and rng.random() < 0.7):
+        options["beta"] = rounded(rng.random(of_tokens(rule == "dplr")), case.dtype)
+    if rule == "dplr":
+        read = rng.standard_normal((*shape, d))
+        read /= np.linalg.norm(read, axis=-1, keepdims=True)
+        options["read_key"] = rounded(read, case.dtype)
+        options["erase_key"] = rounded(read + 0.1 * rng.standard_normal(read.shape), case.dtype)
     if rng.random() < 0.3:
         options["cu_seqlens"] = borders(rng, length).tolist()
     if rng.random() < 0.4:
@@ -548,7 +557,36 @@ def draw_recurrence(seed: int) -> Case:
     if rng.random() < 0.5:
         options["chunk_size"] = int(rng.choice([1, 2, 4, 16]))
     case.options = options
+    hide_tokens(rng, case)
+    if not case.is_packed and rng.random() < 0.3:
+        case.returns["return_states_every"] = int(rng.integers(1, length + 3))
     return case
+
+
+def hide_tokens(rng: Rng, case: Case) -> None:
+    """Mask tokens of a recurrence, and put NaN where nothing may read."""
+    options, shape = case.options, case.key.shape[:-1]
+    kind = rng.random()
+    if kind < 0.3:
+        like = shape[-1:] if rng.random() < 0.3 else ones(rng, shape)
+        counts = options["key_mask"] = rng.random(like) < rng.choice([0.5, 0.9])
+    elif kind < 0.5 and not case.is_packed:
+        options["key_lengths"] = rng.integers(0, shape[-1] + 1, ones(rng, shape[:-1]))
+        counts = np.arange(shape[-1]) < options["key_lengths"][..., None]
+    else:
+        return
+    counts = np.broadcast_to(counts, shape)
+    case.key = np.where(counts[..., None], case.key, np.nan)
+    for name in ("read_key", "erase_key"):
+        if name in options:
+            options[name] = np.where(counts[..., None], options[name], np.nan)
+    nowhere = ~counts.any(axis=tuple(range(counts.ndim - 1)))
+    case.value[..., nowhere, :] = np.nan
+    for name in {"log_decay", "beta"} & set(options):
+        by_channel = options[name].ndim == case.key.ndim
+        rows = np.moveaxis(options[name], -2 if by_channel else -1, 0)
+        if len(rows) == len(nowhere):
+            rows[nowhere] = 7.0 if name == "log_decay" else np.nan
 
 
 # ---------------------------------------------------------------- what may be refused

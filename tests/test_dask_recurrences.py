@@ -74,22 +74,6 @@ def test_through_many_states(rule):
     close(output, recur(**arrays, update_rule=update_rule), tol=1e-12)
 
 
-def test_heads_broadcast():
-    arrays, update_rule = problem("gated_delta", 30)
-    arrays["query"] = np.random.default_rng(1).standard_normal((3, 2, 30, D))
-    arrays["value"], arrays["beta"] = arrays["value"][:1], arrays["beta"][:1]
-    output = recur(**lazily(arrays, (9, 21)), update_rule=update_rule).compute()
-    close(output, recur(**arrays, update_rule=update_rule), tol=1e-12)
-
-
-def test_packed_sequences():
-    arrays, update_rule = problem("delta", 40)
-    del arrays["initial_state"]
-    flags: Any = {"update_rule": update_rule, "cu_seqlens": [0, 13, 13, 40]}
-    output = recur(**lazily(arrays, (9, 20, 11)), **flags).compute()
-    close(output, recur(**arrays, **flags), tol=1e-12)
-
-
 def test_tasks_of_a_block():
     arrays, update_rule = problem("gated_delta", 700)
     del arrays["initial_state"]

@@ -585,42 +585,106 @@ def derivative(case: Case, name: str, gradient: Any, cotangents: Any, doubt: flo
 
 
 def check_recurrence(case: Case) -> str:
-    """Compare a recurrence, its states, single steps and its gradients with the loop."""
-    options, make = case.options, arrays_of(case)
-    (output, state), pullback = called(case, linattn.linear_recurrence_vjp, return_state=True)
+    """Compare a recurrence, its states and gradients with the loop; and its parts."""
+    options, make, wide = case.options, arrays_of(case), accumulated(case.dtype)
+    function = linattn.linear_recurrence_vjp
+    results, pullback = called(case, function, **case.returns, return_state=True)
+    output, state, *more = results
+    states = more[0] if more else []
+    dtypes = [str(x.dtype).rpartition(".")[2] for x in (output, state)]
+    if dtypes != [case.dtype, wide]:
+        fail(f"output and state have dtypes {dtypes}, want {case.dtype} and {wide}")
     arrays = {"query": case.query, "key": case.key, "value": case.value}
-    want = dense_oracle.recurrence(**arrays, **options)
-    eps = ROUNDINGS * EPS[accumulated(case.dtype)]
+    want = dense_oracle.recurrence(**arrays, **options, **case.returns)
+    eps = ROUNDINGS * EPS[wide]
     size = eps * (1 + want.size)
-    expect(
-        "output", output, want.output, size + EPS[case.dtype] * abs(want.output), want.output.shape
-    )
-    expect("state", state, want.state, size, want.state.shape)
+    tolerance = size + EPS[case.dtype] * abs(want.output)
+    expect("output", output, want.output, tolerance, want.output.shape)
+    if len(states) != len(want.states):
+        fail(f"{len(states)} states on the way, want {len(want.states)}")
+    for got, exact in zip([state, *states], [want.state, *want.states], strict=True):
+        expect("state", got, exact, size, exact.shape)
+    if not case.is_packed:
+        try:
+            check_parts(case, want, tolerance, size)
+        except REFUSALS:
+            if case.library != "dask":
+                raise
     rng = np.random.default_rng([case.seed, 4])
-    grads = [rng.standard_normal(x.shape) for x in (want.output, want.state)]
-    grads = [option_draws.rounded(grad, case.dtype) for grad in grads]
+    numbers = [want.output, want.state, *want.states]
+    grads = [option_draws.rounded(rng.standard_normal(x.shape), case.dtype) for x in numbers]
+    pulled = [make(grads[0]), *(make(grad, wide) for grad in grads[1:])]
     try:
-        found = list(pullback(make(grads[0]), make(grads[1], accumulated(case.dtype))))
+        found = list(pullback(*pulled[:2], *([pulled[2:]] if more else [])))
     except REFUSALS:
         # Dask has gradients of one chunk only.
         if case.library == "dask":
             return "compared"
         raise
-    names = [*arrays, *(name for name in ("log_decay", "beta", "initial_state") if name in options)]
+    gates = ("log_decay", "beta", "erase_key", "read_key", "initial_state")
+    names = [*arrays, *(name for name in gates if name in options)]
     for name, gradient in zip(names, found, strict=True):
         point: Any = arrays.get(name, options.get(name))
-        if host(gradient).shape != point.shape:
-            fail(f"grad_{name} has shape {host(gradient).shape}, want {point.shape}")
+        gradient = host(gradient)
+        if gradient.shape != point.shape:
+            fail(f"grad_{name} has shape {gradient.shape}, want {point.shape}")
+        if np.where(np.isnan(point), gradient, 0).any():
+            fail(f"grad_{name} is not 0 where a token is masked")
         direction = np.where(np.isfinite(point), rng.standard_normal(point.shape), 0)
         moved = {**arrays, **options, name: point + 1e-30j * direction}
-        after = dense_oracle.recurrence(**moved)
-        loss = (grads[0] * after.output).sum() + (grads[1] * after.state).sum()
-        derivative, got = float(np.imag(loss)) * 1e30, float((host(gradient) * direction).sum())
-        terms = float(abs(host(gradient) * direction).sum()) + abs(derivative)
+        after = dense_oracle.recurrence(**moved, **case.returns)
+        ends = [after.output, after.state, *after.states]
+        loss = sum((grad * x).sum() for grad, x in zip(grads, ends, strict=True))
+        derivative, got = float(np.imag(loss)) * 1e30, float((gradient * direction).sum())
+        terms = float(abs(gradient * direction).sum()) + abs(derivative)
         terms += want.size * (1 + want.output.size)
         if not abs(got - derivative) <= (eps + EPS[case.dtype]) * 16 * terms:
             fail(f"grad_{name} along a direction is {got:.9g}, want {derivative:.9g}")
     return "compared"
+
+
+def check_parts(case: Case, want: Any, tolerance: Any, size: float) -> None:
+    """Cut a sequence in two: the second goes on from a state, as a whole or token by token."""
+    length, rng = case.query.shape[-2], np.random.default_rng([case.seed, 7])
+    cut = int(rng.integers(0, length + 1))
+    tokens = {"query": case.query, "key": case.key, "value": case.value, **case.options}
+    lengths = tokens.pop("key_lengths", None)
+    if lengths is not None:
+        tokens["key_mask"] = np.arange(length) < lengths[..., None]
+    make, rest = arrays_of(case), {"update_rule": tokens.pop("update_rule")}
+    for name in {"scale", "chunk_size", "initial_state"} & set(tokens):
+        rest[name] = tokens.pop(name)
+    if "initial_state" in rest:
+        rest["initial_state"] = make(rest["initial_state"], accumulated(case.dtype))
+
+    def taken(where: Any) -> dict[str, Any]:
+        """Tokens of all arguments; those with a number for all tokens keep it."""
+        found = {}
+        for name, x in tokens.items():
+            channels = (name not in ("log_decay", "beta", "key_mask")) | (x.ndim == case.key.ndim)
+            axis = x.ndim - 1 - (channels and name != "key_mask")
+            one = x.shape[axis] == 1 and length != 1
+            at: Any = (0 if isinstance(where, int) else slice(None)) if one else where
+            found[name] = make(np.asarray(x[(slice(None),) * axis + (at,)]))
+        return found
+
+    output, state = linattn.linear_recurrence(**taken(slice(0, cut)), **rest, return_state=True)
+    rows = [host(output)]
+    if length - cut > 30 or rng.random() < 0.5:
+        rest["initial_state"] = state
+        output, state = linattn.linear_recurrence(
+            **taken(slice(cut, None)), **rest, return_state=True
+        )
+        rows.append(host(output))
+    else:
+        given = {name: rest[name] for name in ("update_rule", "scale") if name in rest}
+        for t in range(cut, length):
+            output, state = linattn.recurrence_step(**taken(t), state=state, **given)
+            rows.append(host(output)[..., None, :])
+    lead = want.output.shape[:-2]
+    rows = [np.broadcast_to(x, (*lead, *x.shape[-2:])) for x in rows]
+    expect("parts", np.concatenate(rows, axis=-2), want.output, tolerance, want.output.shape)
+    expect("state of parts", state, want.state, size, want.state.shape)
 
 
 # ---------------------------------------------------------------- running
@@ -691,7 +755,7 @@ SUITE = {
     "long_gradient": (100, 1, 0.7),
     "unseen": (150, 1, 0.6),
     "unseen_exact": (150, 1, 0.7),
-    "recurrence": (60, 1, 1.0),
+    "recurrence": (150, 1, 1.0),
 }
 QUICK = {"softmax", "long"}
 

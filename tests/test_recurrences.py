@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import linattn
 from linattn.reference import recurrence
-from linattn.testing import assert_gradient
 from tests import dense_oracle
 
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -95,60 +90,6 @@ def assert_as_loop(arguments, rule, dtype="float64", roundings=1, **options):
             assert error(ours, theirs) < roundings * RTOL[dtype]
 
 
-AXES = [
-    ((2, 3, 4), (2, 1, 4), (2, 1, 4)),
-    ((2, 3, 4), (3, 4), (4,)),
-    ((2, 3, 4), (1, 3, 1), (2, 1, 1)),
-    ((2, 3, 4), (), (1, 1, 1)),
-    ((4,), (2, 1, 1), (3, 1)),
-    ((2, 3, 4, 2), (3, 1, 2), (1, 3, 1, 2)),
-]
-
-
-@kinds
-@pytest.mark.parametrize("leads", AXES)
-@pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
-def test_leading_axes_that_only_some_arguments_have(rule, by_channel, leads, backends):
-    """Outputs, states, gradients and steps are those of arguments that all have all axes."""
-    of_query, of_key, of_value = leads
-    a = problem(rule, by_channel, length=6, lead=of_key, dim=4)
-    rng = np.random.default_rng(1)
-    a["query"] = rng.standard_normal((*of_query, 6, 4))
-    a["value"] = rng.standard_normal((*of_value, 6, 3))
-    lead = np.broadcast_shapes(*leads)
-    of_state = np.broadcast_shapes(of_key, of_value)
-    a["initial_state"] = rng.standard_normal((*of_state, 4, 3))
-    axes = {name: axes_of(name, a, by_channel) for name in a}
-    wide = {name: np.broadcast_to(x, (*lead, *x.shape[-axes[name] :])) for name, x in a.items()}
-    with nullcontext() if backends else linattn.without_backends():
-        options = {"update_rule": rule, "return_state": True}
-        (output, state), pullback = linattn.linear_recurrence_vjp(**a, **options)
-        (want, want_state), want_pullback = linattn.linear_recurrence_vjp(**wide, **options)
-        for found, last in ((output, state), linattn.linear_recurrence(**a, **options)):
-            assert error(found, want) < 1e-12
-            assert last.shape[:-2] == of_state
-            assert error(np.broadcast_to(last, want_state.shape), want_state) < 1e-12
-        grad = rng.standard_normal(want.shape)
-        gradients, wanted = pullback(grad), want_pullback(grad)
-        for name, found, whole in zip(order_of(a), gradients, wanted, strict=True):
-            assert error(found, sum_to(whole, a[name].shape)) < 1e-11
-        step_state = a["initial_state"]
-        for i in range(6):
-            one = rows(a, i, i + 1, by_channel)
-            del one["initial_state"]
-            token = {name: x.squeeze(-axes[name]) for name, x in one.items()}
-            out, step_state = linattn.recurrence_step(state=step_state, update_rule=rule, **token)
-            assert error(out, want[..., i, :]) < 1e-12
-        assert error(step_state, state) < 1e-12
-
-
-def sum_to(array, shape):
-    """Sum over the leading axes that a shape lacks."""
-    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
-    axes = tuple(i for i, n in enumerate(shape) if n == 1)
-    return array.sum(axis=axes, keepdims=True).reshape(shape)
-
-
 # The oracle -----------------------------------------------------------------------------------
 
 
@@ -180,45 +121,6 @@ def test_the_loop_rejects_what_does_not_fit():
 
 
 # Against the loop -----------------------------------------------------------------------------
-
-
-@kinds
-def test_every_library_computes_the_loop(xp, rule, by_channel):
-    arguments = problem(rule, by_channel, length=11)
-    arrays = {name: xp.array(array) for name, array in arguments.items()}
-    got = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True, chunk_size=8)
-    want = recurrence(**arguments, update_rule=rule)
-    for ours, host, theirs in zip(got, xp.numpy_each(got), want, strict=True):
-        xp.assert_like(ours, arrays["query"], shape=theirs.shape)
-        assert error(host, theirs) < 1e-11
-
-
-@settings(max_examples=12)
-@given(
-    kind=st.sampled_from(KINDS),
-    length=st.integers(0, 150),
-    chunk_size=st.none() | st.integers(1, 80),
-    leads=st.sampled_from(
-        [((), (), ()), ((2, 3), (1, 3), (2, 1)), ((3,), (), (3,)), ((2, 1), (2,), ())]
-    ),
-    dim=st.integers(1, 9),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_any_shape(xp_any_shape, kind, length, chunk_size, leads, dim, seed):
-    """Leading axes of query, of key and gates, and of value broadcast."""
-    xp, (rule, by_channel) = xp_any_shape, kind
-    a = problem(rule, by_channel, length=length, lead=leads[1], dim=dim, seed=seed)
-    rng = np.random.default_rng(seed)
-    a["query"] = rng.standard_normal((*leads[0], length, dim))
-    a["value"] = rng.standard_normal((*leads[2], length, 3))
-    del a["initial_state"]
-    arrays = {name: xp.array(array) for name, array in a.items()}
-    options = {"update_rule": rule, "return_state": True, "chunk_size": chunk_size}
-    output, state = linattn.linear_recurrence(**arrays, **options)
-    want, want_state = recurrence(**a, update_rule=rule)
-    assert error(xp.numpy(output), want) < 1e-11
-    assert state.shape[:-2] == np.broadcast_shapes(leads[1], leads[2])
-    assert error(np.broadcast_to(xp.numpy(state), want_state.shape), want_state) < 1e-11
 
 
 @kinds
@@ -274,59 +176,7 @@ def test_rounding_of_reflections_adds_up_slowly(xp_any_shape, dim):
     assert error(xp.numpy(got), want) < RTOL["float32"]
 
 
-@kinds
-def test_narrow_dtypes_are_accumulated_in_float32(xp_any_shape, rule, by_channel):
-    xp = xp_any_shape
-    arguments = problem(rule, by_channel, length=40)
-    state = xp.array(arguments.pop("initial_state"), "float32")
-    arrays = {name: xp.array(array, "float16") for name, array in arguments.items()}
-    output, after = linattn.linear_recurrence(
-        **arrays, initial_state=state, update_rule=rule, return_state=True
-    )
-    rounded = {name: xp.numpy(array).astype(np.float64) for name, array in arrays.items()}
-    want, want_after = recurrence(**rounded, initial_state=xp.numpy(state), update_rule=rule)
-    xp.assert_like(output, arrays["query"], shape=want.shape)
-    xp.assert_like(after, state)
-    assert error(xp.numpy(output), want) < 1e-2
-    assert error(xp.numpy(after), want_after) < 5e-6
-
-
 # Every way to cut it --------------------------------------------------------------------------
-
-
-@kinds
-def test_step_chunk_and_whole_agree(xp_any_shape, rule, by_channel):
-    xp = xp_any_shape
-    arguments = problem(rule, by_channel, length=12)
-    arrays = {name: xp.array(array) for name, array in arguments.items()}
-    whole, last = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True)
-    state = arrays["initial_state"]
-    for t in range(12):
-        token = rows(arrays, t, t + 1, by_channel)
-        del token["initial_state"]
-        for name, array in token.items():
-            without_length = -axes_of(name, arguments, by_channel)
-            token[name] = xp.xp.squeeze(array, axis=without_length)
-        output, state = linattn.recurrence_step(**token, state=state, update_rule=rule)
-        assert error(xp.numpy(output), xp.numpy(whole)[..., t, :]) < 1e-13
-    xp.assert_like(state, last)
-    assert error(xp.numpy(state), xp.numpy(last)) < 1e-13
-
-
-@kinds
-@settings(max_examples=8)
-@given(data=st.data())
-def test_a_sequence_may_be_split_anywhere(rule, by_channel, data):
-    length = data.draw(st.integers(1, 140))
-    split = data.draw(st.integers(0, length))
-    a = problem(rule, by_channel, length=length, lead=(2,))
-    options = {"update_rule": rule, "return_state": True}
-    whole, last = linattn.linear_recurrence(**a, **options)
-    first, state = linattn.linear_recurrence(**rows(a, 0, split, by_channel), **options)
-    rest = {**rows(a, split, length, by_channel), "initial_state": state}
-    second, state = linattn.linear_recurrence(**rest, **options)
-    assert error(np.concatenate([first, second], axis=-2), whole) < 1e-12
-    assert error(state, last) < 1e-12
 
 
 @kinds
@@ -341,27 +191,6 @@ def test_no_later_token_is_felt(rule, by_channel):
         after = linattn.linear_recurrence(**b, update_rule=rule)
         np.testing.assert_array_equal(after[..., :t, :], before[..., :t, :])
         assert error(after[..., t:, :], before[..., t:, :]) > 0.01
-
-
-@kinds
-def test_packed_sequences_are_separate_ones(xp_any_shape, rule, by_channel):
-    xp = xp_any_shape
-    borders = [0, 3, 3, 11, 12, 20]
-    arguments = problem(rule, by_channel, length=20)
-    initial = np.random.default_rng(1).standard_normal((5, 2, 3, 5, 4))
-    arrays = {name: xp.array(array) for name, array in arguments.items()}
-    arrays["initial_state"] = xp.array(initial)
-    options = {"update_rule": rule, "return_state": True}
-    output, states = linattn.linear_recurrence(**arrays, **options, cu_seqlens=borders)
-    assert states.shape == initial.shape
-    for i, (start, stop) in enumerate(itertools.pairwise(borders)):
-        part = {
-            **rows(arrays, start, stop, by_channel),
-            "initial_state": arrays["initial_state"][i, ...],
-        }
-        alone, state = linattn.linear_recurrence(**part, **options)
-        np.testing.assert_array_equal(xp.numpy(output)[..., start:stop, :], xp.numpy(alone))
-        np.testing.assert_array_equal(xp.numpy(states)[i], xp.numpy(state))
 
 
 def test_what_is_returned_is_new():
@@ -392,21 +221,6 @@ def test_precision_of_the_settings():
 
 
 @kinds
-def test_the_pullback_is_the_derivative(rule, by_channel):
-    a = problem(rule, by_channel, length=21, lead=(2,), decay=0.3)
-    order = order_of(a)
-
-    def function(*arrays):
-        return linattn.linear_recurrence(**dict(zip(order, arrays, strict=True)), update_rule=rule)
-
-    def vjp(*arrays):
-        named = dict(zip(order, arrays, strict=True))
-        return linattn.linear_recurrence_vjp(**named, update_rule=rule, chunk_size=8)
-
-    assert_gradient(function, vjp, *(a[name] for name in order), num_directions=1)
-
-
-@kinds
 @pytest.mark.parametrize("decay", [0.01, 1.0, 50.0])
 def test_gradients_keep_their_digits_at_any_decay(rule, by_channel, decay):
     """By a complex step through the loop, relative to the largest: those of decays may be e^-50."""
@@ -426,58 +240,6 @@ def test_gradients_keep_their_digits_at_any_decay(rule, by_channel, decay):
             assert ours.shape == a[name].shape
             largest = np.abs(ours).max() * np.abs(direction).sum()
             assert abs((ours * direction).sum() - want) <= 1e-12 * largest, name
-
-
-def test_gradients_have_the_form_of_their_arguments(xp_any_shape):
-    """Axes along which an argument was broadcast are summed over."""
-    xp = xp_any_shape
-    a = problem("gated_delta", length=20)
-    a |= {
-        "log_decay": np.full((1, 3, 1), -0.1),
-        "beta": np.linspace(0, 1, 20),
-        "value": a["value"][:, :1],
-        "initial_state": a["initial_state"][0, 0],
-    }
-    full = {
-        "log_decay": np.broadcast_to(a["log_decay"], (2, 3, 20)),
-        "beta": np.broadcast_to(a["beta"], (2, 3, 20)),
-        "value": np.broadcast_to(a["value"], (2, 3, 20, 4)),
-        "initial_state": np.broadcast_to(a["initial_state"], (2, 3, 5, 4)),
-    }
-    arrays = {name: xp.array(array, "float32") for name, array in a.items()}
-    _, pullback = linattn.linear_recurrence_vjp(**arrays, update_rule="gated_delta")
-    _, full_pullback = linattn.linear_recurrence_vjp(**(a | full), update_rule="gated_delta")
-    want = full_pullback(np.ones((2, 3, 20, 4)))
-    got = pullback(xp.array(np.ones((2, 3, 20, 4)), "float32"))
-    sums = [lambda x: x] * 2 + [
-        lambda x: x.sum(axis=1, keepdims=True),
-        lambda x: x.sum(axis=(0, 2), keepdims=True),
-        lambda x: x.sum(axis=(0, 1)),
-        lambda x: x.sum(axis=(0, 1)),
-    ]
-    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
-    for name, ours, theirs, total in zip(names, got, want, sums, strict=True):
-        xp.assert_like(ours, arrays[name])
-        assert error(xp.numpy(ours), total(theirs)) < 1e-5
-
-
-@kinds
-def test_gradients_of_packed_sequences(rule, by_channel):
-    borders = [0, 7, 7, 21]
-    a = problem(rule, by_channel, length=21, lead=(2,))
-    rng = np.random.default_rng(1)
-    a["initial_state"] = rng.standard_normal((3, 2, 5, 4))
-    grads = rng.standard_normal((2, 21, 4)), rng.standard_normal((3, 2, 5, 4))
-    options = {"update_rule": rule, "return_state": True}
-    _, pullback = linattn.linear_recurrence_vjp(**a, **options, cu_seqlens=borders)
-    got = pullback(*grads)
-    for i, (start, stop) in enumerate(itertools.pairwise(borders)):
-        part = {**rows(a, start, stop, by_channel), "initial_state": a["initial_state"][i]}
-        _, alone = linattn.linear_recurrence_vjp(**part, **options)
-        *tokens, state = alone(grads[0][:, start:stop], grads[1][i])
-        for ours, theirs in zip(got, tokens, strict=False):
-            np.testing.assert_array_equal(ours[:, start:stop], theirs)
-        np.testing.assert_array_equal(got[-1][i], state)
 
 
 # Published recurrences ------------------------------------------------------------------------
