@@ -298,27 +298,6 @@ def test_keys_that_few_are_like_are_not_missed(given):
         assert report.error[0] < 0.02
 
 
-def found_with(monkeypatch):
-    """Numbers of clusters that are found from now on."""
-    fitted, find = [], _fit.Clusters.of
-
-    def of(head, query, m, *args):
-        fitted.append(m)
-        return find(head, query, m, *args)
-
-    monkeypatch.setattr(_fit.Clusters, "of", of)
-    return fitted
-
-
-def test_keys_without_structure_are_not_tried_again(eager, monkeypatch):
-    """No number of clusters promises to be cheaper than exact attention."""
-    query, key, value = (x[None] for x in unstructured(6000))
-    fitted = found_with(monkeypatch)
-    with pytest.warns(UserWarning, match="takes exact attention"):
-        linattn.attention(query, key, value, rng=0)
-    assert fitted == [64]
-
-
 def found(query, key, value, m, mask=None, scale=0.5, rows=None):
     """A head with all queries for rows, and m clusters of its keys."""
     mask = np.ones(len(key), bool) if mask is None else mask
@@ -477,21 +456,6 @@ def test_queries_unlike_all_others_are_judged_though_they_are_few():
     same, weights = drawn(np.ones((900, 4)), 64)
     assert_array_equal(weights, 1)
     assert len(set(same.tolist())) == 64
-
-
-def test_a_query_that_misses_its_own_key_gets_it(eager):
-    """Twelve of 4,000 attend to their own keys, far from the others of their clusters."""
-    rng = np.random.default_rng(0)
-    centres = rng.standard_normal((60, 16))
-    key = centres[rng.integers(60, size=4000)] + 0.1 * rng.standard_normal((4000, 16))
-    few = rng.choice(4000, 12, replace=False)
-    key[few] = rng.standard_normal((12, 16))
-    value = rng.standard_normal((4000, 4)) + 1
-    value[few] += 30
-    exact = linattn.softmax_attention(key, key, value, scale=1.0)
-    for seed in range(3):
-        output = linattn.attention(key, key, value, scale=1.0, tolerance=None, rng=seed)
-        assert error(output, exact) < 0.01
 
 
 def test_own_keys_that_clusters_miss_count_though_their_rows_were_not_drawn():
@@ -720,15 +684,6 @@ def told(pattern, text):
     return float(found.replace(",", ""))
 
 
-def test_weights_far_from_those_of_clusters_warn_of_nothing():
-    query, key, value = (x[0] for x in clustered(120, heads=1, dtype=np.float32))
-    head, clusters = found(query, key, value, 4)
-    with np.errstate(all="raise"):
-        head = head._replace(query=1000 * query)
-        curve = _curves.error_curve(head, clusters, 0.5, (0, 4))
-    assert curve.error[1] < 1e-5
-
-
 NUMBERS = [
     (_costs.MIN_HELD_OUT, r"at least (\d+) and at most \d+, and as", r"at least (\d+) and at most"),
     (_costs.MAX_HELD_OUT, r"at most (\d+), and as many more", r"and at most (\d+) a head"),
@@ -899,23 +854,6 @@ def test_held_out_rows():
     assert not set(held_out_rows(4000, 32, rng=0, exclude=range(2000)).tolist()) & set(range(2000))
 
 
-def test_every_row_has_the_same_chance():
-    generator, counts = np.random.default_rng(0), np.zeros(10)
-    for _ in range(9000):
-        rows = held_out_rows(10, 4, generator, exclude=[3, 7, 8, 99, -1])
-        assert len(set(rows.tolist())) == 4
-        counts[rows] += 1
-    assert_array_equal(counts[[3, 7, 8]], 0)
-    # 4 of 7: a standard deviation of 47 draws.
-    assert_allclose(np.delete(counts, [3, 7, 8]), 9000 * 4 / 7, atol=5 * 47)
-
-
-def test_rows_are_spread_over_the_sequence():
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        assert np.diff(held_out_rows(1000, 50, generator)).max() <= 40
-
-
 def test_held_out_errors():
     query, key, value = clustered(6)
     inputs = dict(query=query, key=key, value=value)
@@ -985,15 +923,6 @@ def test_error_of_heads_under_masks_of_their_own(axes):
     assert_allclose(report.error, error(output * counts, exact * counts), rtol=0.8)
 
 
-@full_and_causal
-def test_no_head_has_no_error(is_causal):
-    arrays = [np.zeros((0, 6000, 8), dtype=np.float32)] * 3
-    output, report = linattn.attention(*arrays, is_causal=is_causal, return_report=True)
-    assert output.shape == (0, 6000, 8)
-    assert output.dtype == np.float32
-    assert report.error.shape == (0,)
-
-
 @pytest.mark.parametrize("size", [1e-25, 1e-21, 1.0, 1e25])
 def test_held_out_error_of_values_of_any_size(size):
     query, key, value = clustered(200, dtype=np.float32)
@@ -1024,12 +953,6 @@ def test_attended_norms_are_weighted_quantiles(is_causal):
         assert_allclose(found.num_features[head], 4 * np.expm1(expected[2]), rtol=1e-9)
         seen = logits[head][np.isfinite(logits[head])]
         assert_allclose(found.logit_range[head], [seen.min(), seen.max()], rtol=1e-12)
-
-
-def test_attended_norms_of_the_sample_say_why_positive_features_fail():
-    query, key, _ = linattn.datasets.pretrained_qkv()
-    found = attended_norms(query, key)
-    assert (found.num_features > 1000).mean() > 0.9
 
 
 @full_and_causal

@@ -4,10 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -482,38 +478,3 @@ def test_a_query_without_a_visible_pair_gets_zero():
 
 
 # The page ---------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture(scope="module")
-def pictures():
-    path = ROOT / "docs" / "_baselines.py"
-    spec = importlib.util.spec_from_file_location("pictures_of_baselines", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_shows_the_weights_of_each(pictures, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra cli) is not installed")
-    page = (ROOT / "docs" / "baselines.md").read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(images/(which-[\w-]+\.png)\)", page)
-    assert sorted(shown) == sorted(f"which-{n.replace('_', '-')}.png" for n in pictures.CASES)
-    assert all((pictures.IMAGES / name).stat().st_size < 20_000 for name in shown)
-    assert set(baselines.__all__) <= set(pictures.CASES)
-    assert all(f"| `{name}`" in page for name in baselines.__all__)
-    assert pictures.draw("wildcat", tmp_path).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_pictures_are_of_weights(pictures):
-    """Rows sum to 1, but for those of no key, of inverses, and of the bound by rank."""
-    inexact = {"nystromformer", "truncated_svd", "wildcat"}
-    for name, case in pictures.CASES.items():
-        matrix = case()
-        assert matrix.shape[0] == pictures.LENGTH
-        sums = matrix.sum(axis=-1)
-        if name not in inexact:
-            assert_array_equal((abs(sums - 1) < 1e-9) | (sums == 0), True, err_msg=name)

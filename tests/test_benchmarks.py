@@ -21,14 +21,14 @@ from benchmarks import recurrences, same_bits
 from benchmarks.peers import numbers, oracle, page, rotation
 from benchmarks.peers.limits import CAUSAL_BLOCK, limit_seconds, work
 from benchmarks.peers.machine import describe, slug
-from benchmarks.peers.problem import Inputs, Prepared, Sizes
-from benchmarks.peers.processes import PeerError, child_environment
-from benchmarks.peers.record import Cell, Crossover, LeftOut, Memory, Record, Scaled, Timing
-from benchmarks.peers.registry import ATTENTION, GRADIENT, LOOPS, PEERS, TEXT
-from benchmarks.peers.rotation import MIN_ROUNDS, Budget, Runner, order, side_by_side
-from benchmarks.peers.scales import CASES, DTYPES, PATHS, seconds_by_scale
+from benchmarks.peers.problem import Inputs, Sizes
+from benchmarks.peers.processes import PeerError
+from benchmarks.peers.record import Cell, LeftOut, Record, Timing
+from benchmarks.peers.registry import ATTENTION, GRADIENT, PEERS, TEXT
+from benchmarks.peers.rotation import Budget, Runner, order, side_by_side
+from benchmarks.peers.scales import CASES, DTYPES, PATHS
 from benchmarks.peers.tables import as_markdown, as_text, tables
-from benchmarks.peers.worker import BURST, Worker
+from benchmarks.peers.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = {
@@ -161,29 +161,6 @@ def test_work_is_what_an_instrumented_run_counts(feature_map, is_causal):
     )
 
 
-@pytest.mark.frameworks
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_work_is_what_torch_counts_in_the_same_recipe(is_causal):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from benchmarks.peers.in_torch import Recipe
-
-    sizes, length = Sizes(1, 2, 6, 10), 3 * CAUSAL_BLOCK
-    x = torch.zeros(1, 2, length, sizes.dim)
-    recipe = Recipe(sizes, np.zeros((sizes.features, sizes.dim)))
-
-    def added(into, a, b, **options):
-        return 2 * math.prod(a) * b[-1]
-
-    # torch itself does not count products that are added in place.
-    mapping = {torch.ops.aten.addmm_: added, torch.ops.aten.baddbmm_: added}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        recipe.attend(x, x, x, is_causal=is_causal)
-    wanted = sizes.heads * length * work("favor", sizes, is_causal=is_causal).flops
-    assert counter.get_total_flops() == wanted
-
-
 def test_every_peer_begins_a_round_in_turn():
     firsts = []
     for turn in range(6):
@@ -262,32 +239,6 @@ def test_gradients_are_tabulated_with_the_share_of_the_pullback():
     assert table.notes[1] == "linattn's pullback takes 3.00 (causal) times the forward pass"
 
 
-def test_times_by_scale_are_medians_of_ratios_within_rounds():
-    record = record_of({})
-    rounds = ((1.0, 2.0, 9.0), (2.0, 8.0, 2.0), (1.0, 3.0, 1.0))
-    record.scaled.append(Scaled("FAVOR+, full", "float32", "backend", 64, (1, 2, 4), rounds))
-    _, table = tables(record)
-    assert table.title == "Time by the scale of inputs, 64 tokens, float32, backend"
-    assert table.rows == [["", "at 1", "at 2", "at 4"], ["FAVOR+, full", "1.00 s", "3.00", "1.00"]]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_timed_by_scale_is_given_scaled_inputs(case, monkeypatch):
-    seen = []
-
-    def recording(sizes, query, key, value):
-        seen.append((query, key, value))
-        return lambda: None
-
-    monkeypatch.setitem(CASES, case, recording)
-    taken = seconds_by_scale(case, "float64", "generic", Sizes(1, 1, 4, 8), 9, [1, 3], 5)
-    assert [len(row) for row in taken] == [2] * 5
-    (query, key, value), scaled = seen
-    for x, y in zip((3 * query, 3 * key, value), scaled, strict=True):
-        assert y.dtype == np.float64
-        np.testing.assert_array_equal(x, y)
-
-
 def test_crossover_and_growth_of_powers():
     lengths = (512, 1024, 4096, 65536)
     record = record_of(
@@ -303,24 +254,6 @@ def test_crossover_and_growth_of_powers():
     assert growth is not None
     assert growth == (pytest.approx(2.0), 4096, 65536)
     assert record.growth("torch-exact", "causal", 1) is None
-
-
-def test_curves_that_do_not_meet_have_no_crossover():
-    lengths = (512, 1024)
-    record = record_of(
-        {
-            ("linattn-favor", "full", 1): {n: (2.0,) for n in lengths},
-            ("linattn-elu", "full", 1): {n: (1.0,) for n in lengths},
-            ("torch-exact", "full", 1): {n: (1.5,) for n in lengths},
-        }
-    )
-    slow, fast = (
-        record.crossover(name, "torch-exact", "full", 1)
-        for name in ("linattn-favor", "linattn-elu")
-    )
-    assert slow == Crossover(None, False, 512, 1024)
-    assert fast == Crossover(None, True, 512, 1024)
-    assert record.crossover("linattn-favor", "torch-exact", "causal", 1) is None
 
 
 def test_limit_fraction_takes_the_fastest_product():
@@ -339,28 +272,6 @@ def test_limit_fraction_takes_the_fastest_product():
     assert record.limit_fraction("torch-exact", "full", 64) is None
 
 
-def test_limit_fraction_goes_by_the_rates_of_its_round():
-    rates = {("numpy-rates", kind, 1): {64: (1.0, 5.0, 9.0)} for kind in ("read", "exp")}
-    record = record_of({**rates, ("linattn-favor", "full", 1): {64: (3.0, 3.0, 27.0)}})
-    alone = record_of(
-        {
-            **{("numpy-rates", kind, 1): {64: (1.0,)} for kind in ("read", "exp")},
-            ("linattn-favor", "full", 1): {64: (3.0,)},
-        }
-    )
-    wanted = alone.limit_fraction("linattn-favor", "full", 64)
-    assert record.limit_fraction("linattn-favor", "full", 64) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(("estimate", "calls"), [(BURST / 10, 20 + 10 * 4), (BURST * 3, 1 + 1)])
-def test_short_calls_are_timed_in_bursts_after_some_that_are_not(estimate, calls):
-    worker, made = Worker("numpy-rates", 1), []
-    worker._prepared["exp"] = Prepared(lambda: made.append(0), lambda: np.zeros(1))
-    worker._estimates["exp"] = estimate
-    worker.time("exp", 4.2 * BURST)
-    assert len(made) == calls
-
-
 class FakeChild:
     """A child that answers from a script."""
 
@@ -376,9 +287,6 @@ class FakeChild:
         if command == "time":
             return 20.0, 1.0
         return 1e-7
-
-    def close(self):
-        pass
 
 
 @pytest.fixture
@@ -416,17 +324,6 @@ def test_what_would_take_too_long_or_too_much_is_left_out(runner):
     assert reasons["performer", 32768] == "would need 3.5 of 0.9 GiB"
 
 
-def test_a_call_that_takes_too_long_is_left_out_at_its_first_length(runner, monkeypatch):
-    def ask(self, command, *arguments):
-        return 200.0 if command == "prepare" else (20.0, 1.0) if command == "time" else 1e-7
-
-    monkeypatch.setattr(FakeChild, "ask", ask)
-    runner.check()
-    runner.time(Sizes(), 512, ATTENTION)
-    assert runner.record.timings == []
-    assert {item.reason for item in runner.record.left_out} == {"a call takes 200.0 of 100 s"}
-
-
 def test_a_peer_is_compared_with_turns_of_linattn_around_its_own(runner, monkeypatch):
     asked = []
 
@@ -448,48 +345,6 @@ def test_a_peer_is_compared_with_turns_of_linattn_around_its_own(runner, monkeyp
         assert record.ratio(cell, ours) == pytest.approx(wanted)
         assert record.ratio(ours, cell) == pytest.approx(1 / wanted)
     assert record.timing("torch-exact", "full", 512, 1).beside[0] == 40.0
-
-
-def test_a_peer_whose_counterpart_breaks_is_timed_alone(runner, monkeypatch):
-    def ask(self, command, *arguments):
-        if command == "time" and self.name == "linattn-favor":
-            raise PeerError("it broke")
-        return (20.0, 1.0) if command == "time" else 1e-7
-
-    monkeypatch.setattr(FakeChild, "ask", ask)
-    runner.check()
-    runner.time(Sizes(), 512, ["full"])
-    assert [item.peer for item in runner.record.left_out] == ["linattn-favor"]
-    found = {timing.peer: timing for timing in runner.record.timings}
-    assert set(found) == {"linattn-elu", "torch-exact", "performer"}
-    assert {timing.beside for timing in found.values()} == {()}
-
-
-def test_a_length_that_takes_long_gets_fewer_rounds(runner, monkeypatch):
-    seconds = iter(range(0, 1000, 70))
-    monkeypatch.setattr(rotation, "perf_counter", lambda: next(seconds))
-    runner._budget = runner._budget._replace(rounds=9)
-    runner.check()
-    runner.time(Sizes(), 512, ATTENTION)
-    assert {len(timing.rounds) for timing in runner.record.timings} == {MIN_ROUNDS}
-
-
-def test_some_peers_are_timed_on_one_thread_only(runner):
-    several = Runner(
-        record_of({}), ["linattn-favor", *LOOPS], [1, 2], [0, 1], runner._budget, print
-    )
-    assert set(several._children) == {
-        *(("linattn-favor", threads) for threads in (1, 2)),
-        *((name, 1) for name in LOOPS),
-    }
-
-
-def test_children_are_not_told_to_use_old_kernels(monkeypatch):
-    for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
-        monkeypatch.setenv(name, "Prescott")
-    found = child_environment(2)
-    assert {"OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"}.isdisjoint(found)
-    assert found["OMP_NUM_THREADS"] == "2"
 
 
 def run(out, *arguments, **environment):
@@ -550,70 +405,11 @@ def test_a_peer_that_cannot_start_is_named(tmp_path):
     assert "linattn elu+1" in printed
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path):
-    record = record_of(
-        {("linattn-favor", "full", 1): {64: (1.0, 2.0)}},
-        [Memory("linattn-favor", "full", 64, 1, 10, None)],
-    )
-    record.left_out.append(LeftOut("performer", "full", None, 1, "not installed"))
-    record.scaled.append(Scaled("a", "float32", "backend", 64, (1.0, 2.0), ((1.0, 2.0),)))
-    record.write(tmp_path / "peers.json")
-    assert Record.read(tmp_path / "peers.json") == record
-
-
 def test_the_page_shows_the_records_that_are_kept():
     shown = page.between_marks(page.PAGE.read_text(encoding="utf-8"))
     assert shown == page.render(page.records())
     for name in page.records():
         assert (page.PAGE.parent / "images" / f"peers-{name}.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("cpu", "name"),
-    [
-        ("AMD EPYC, family 25 model 17, avx512f", "amd-epyc-25-17"),
-        ("AMD EPYC 7763 64-Core Processor, family 25 model 1, avx2", "amd-epyc-7763-25-1-avx2"),
-        ("Intel(R) Xeon(R) CPU @ 2.70GHz, family 6 model 207, avx512f", "intel-xeon-6-207"),
-        ("aarch64", "aarch64"),
-    ],
-)
-def test_a_processor_names_its_record(cpu, name):
-    assert slug(cpu) == name
-
-
-def two_machines():
-    """Make the records of a machine that a loop beats at 4,096 tokens, and of one with less."""
-    behind = record_of(
-        {
-            ("linattn-favor", "full", 1): {1024: (1.0, 1.0), 4096: (4.0, 4.0)},
-            ("linattn-favor", "full", 2): {1024: (1.25, 1.25), 4096: (2.0, 2.0)},
-            ("numpy-loop", "full", 1): {1024: (1.1, 1.1), 4096: (3.2, 3.2)},
-        }
-    )
-    ahead = record_of(
-        {
-            ("linattn-favor", "full", 1): {512: (1.0, 1.0)},
-            ("numpy-loop", "full", 1): {512: (1.5, 1.5)},
-        }
-    )
-    ahead.machine |= {"cpu": "another CPU", "commit": "decade", "date": "2026-03-04"}
-    return {"a-cpu": behind, "another-cpu": ahead}
-
-
-def test_each_kept_record_comes_onto_the_page(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    (tmp_path / "images").mkdir()
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-    page.PAGE.write_text(f"before {page.START}old{page.END} after", encoding="utf-8")
-    for name, record in two_machines().items():
-        record.write(tmp_path / f"{name}.json")
-    (tmp_path / "another-topic.json").write_text("{}", encoding="utf-8")
-    page.main()
-    text = page.PAGE.read_text(encoding="utf-8")
-    assert text == f"before {page.START}{page.render(two_machines())}{page.END} after"
-    pictures = sorted(path.name for path in (tmp_path / "images").iterdir())
-    assert pictures == ["peers-a-cpu.png", "peers-another-cpu.png"]
 
 
 def test_a_cluster_on_paper_is_bound_by_its_workers_or_by_its_scheduler():
@@ -692,11 +488,6 @@ def test_a_single_bit_is_a_difference():
     assert line == "window: TypeError became ValueError"
     (line,) = same_bits.compare(same, {"full#0": np.zeros(3), "full#1": np.ones(3, np.float32)})
     assert line == "window: result 0 in one of them only"
-
-
-def test_problems_have_names_of_their_own():
-    names = [name for name, _ in same_bits.problems()]
-    assert len(names) == len(set(names)) >= 200
 
 
 def test_the_table_of_libraries_has_a_ratio_for_each_length():

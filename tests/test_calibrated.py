@@ -394,21 +394,6 @@ def test_files_that_are_not_maps(tmp_path):
         CalibratedFeatures.load(tmp_path / "none")
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "map.npz"
-    PHI.save(path)
-
-    def fail(*_, **__):
-        raise OSError("full")
-
-    monkeypatch.setattr(np, "savez", fail)
-    with pytest.raises(OSError, match="full"):
-        LEARNED.save(path)
-    monkeypatch.undo()
-    assert CalibratedFeatures.load(path) == PHI
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 def test_maps_are_values():
     assert (PHI.positive, PHI.unbiased, PHI.softmax_kernel, PHI.causal) == (True, False, True, True)
     assert (PHI.dim, PHI.num_features) == (DIM, M)

@@ -15,7 +15,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 
 import linattn
 from linattn import reference
-from linattn.cli import compare, inputs, methods, plots, report, run, tables
+from linattn.cli import compare, inputs, methods, run
 from linattn.cli.method import Sizes, exact_multiplications
 from linattn.cli.published import PUBLISHED
 from tests import command
@@ -171,26 +171,6 @@ def test_the_sentence_about_published_attentions():
         "0.01."
     )
     assert "published" not in compare.judge([row("a", 0.2, 0.9), *REFERENCES]).sentence
-
-
-def test_the_picture(structured):
-    given = inputs.load(structured)
-    rows = [
-        row(m.name, 0.02 * 1.1**i, 0.1 * 1.1**i, kind=m.kind)
-        for i, m in enumerate((*methods.METHODS, *PUBLISHED))
-    ]
-    axes = plots.frontier_figure([*rows, *REFERENCES], given, is_causal=False).axes[0]
-    drawn = {line.get_label() for line in axes.get_lines()}
-    assert {r.label for r in rows} | {"frontier", "uniform attention"} <= drawn
-    styles = [
-        (line.get_color(), line.get_marker(), line.get_markerfacecolor())
-        for line in axes.get_lines()[: len(rows)]
-    ]
-    assert len(set(styles)) == len(rows)
-    assert report.FRONTIER == "frontier.png"
-    assert (
-        tables.cost_table([*rows, *REFERENCES], given, is_causal=False).row_count == len(rows) + 2
-    )
 
 
 # Log weights of keys ----------------------------------------------------------------------------

@@ -256,19 +256,6 @@ class TestCompare:
         fewer = compare.measure(case, small, exact, is_causal=False, seed=0, draws=2)
         assert fewer.heads == found.heads[:2]
 
-    def test_a_draw_does_not_depend_on_what_else_is_measured(self, file, tmp_path):
-        heads = []
-        for maps, columns in (("favor+", "16"), ("hyperbolic,favor+", "8,16")):
-            options = ["--maps", maps, "--num-features", columns, "--lengths", "8"]
-            passed("compare", "--input", file, *options, "--out", tmp_path)
-            record = json.loads((tmp_path / "compare.json").read_text())
-            heads += [
-                entry["heads"]
-                for entry in record["errors"]
-                if (entry["method"], entry["num_features"]) == ("favor+", 16)
-            ]
-        assert heads[0] == heads[1]
-
     def test_a_window_over_all_keys_is_no_approximation(self, tmp_path):
         """64 tokens in blocks of 32: every key is near, so that no error is left to be seen."""
         rng = np.random.default_rng(0)
@@ -369,13 +356,6 @@ class TestCompare:
         assert found.median == math.inf
         assert not found.may_win
 
-    def test_nothing_is_cut_off(self, file, tmp_path):
-        options = ["--num-features", "8", "--lengths", "8", "--out", tmp_path]
-        result = passed("compare", "--input", file, *options, COLUMNS="60")
-        assert "…" not in result.stdout
-        for word in ("memory", "calibrated, window 32", "exact / map"):
-            assert word in result.stdout
-
     def test_points_that_fail_are_named(self, file, tmp_path, monkeypatch):
         """Memory that does not suffice for the longest sequence costs a point, not the run."""
         attend = linattn.linear_attention
@@ -389,38 +369,6 @@ class TestCompare:
         options = ["--maps", "elu+1", "--lengths", "64,128", "--out", tmp_path]
         result = passed("compare", "--input", file, *options)
         assert "Left out: elu + 1 at 128 tokens fails: MemoryError." in result.stdout
-
-    def test_points_beyond_the_budget_are_named(self, file, tmp_path):
-        options = ["--maps", "elu+1", "--lengths", "32,4096", "--time-budget", "0"]
-        result = passed("compare", "--input", file, *options, "--out", tmp_path)
-        text = " ".join(result.stdout.split())
-        assert "Crossover: not reached; no length was measured with both." in text
-        left_out = text[text.index("Left out, beyond the time budget of 0 s: ") :]
-        for point in ("elu + 1 at 32 tokens", "exact softmax at 32 tokens", "), 4,096 tokens"):
-            assert point in left_out
-        curve = json.loads((tmp_path / "compare.json").read_text())["lengths"]
-        assert curve["points"] == []
-        assert len(curve["left_out"]) == 4
-        assert curve["crossover"]["status"] == "not measured"
-
-    def test_what_is_left_out_of_the_table_is_named(self, file, tmp_path):
-        options = ["--max-heads", "2", "--max-tokens", "16", *SMALL, "--out", tmp_path]
-        result = call("compare", "--input", file, *options)
-        text = " ".join(result.stdout.split())
-        assert "4 of 6 heads (--max-heads 2)" in text
-        assert "4 of 20 query tokens (--max-tokens 16)" in text
-        assert "2 heads, 16 tokens" in text
-
-    def test_progress_only_on_a_terminal(self, file, tmp_path):
-        options = ["compare", "--input", file, "--maps", "relu", *SMALL, "--out", tmp_path]
-        assert call(*options).stderr == ""
-        assert "exact attention" in call(*options, FORCE_COLOR="1").stderr
-
-    def test_brackets_in_a_path_are_printed_as_they_are(self, file, tmp_path):
-        out = tmp_path / "[bold]x[/bold]"
-        options = ["--maps", "relu", "--lengths", "8", "--out", out]
-        result = passed("compare", "--input", file, *options)
-        assert "[bold]x[/bold]" in result.stdout
 
 
 class TestError:
@@ -583,11 +531,6 @@ class TestSweep:
         assert sweep.crossover(slow, fast) == sweep.Crossover("not reached", None, (2048, None))
         assert sweep.crossover(fast, {}) == sweep.Crossover("not measured")
 
-    def test_only_lengths_measured_with_both_count(self):
-        linear = dict.fromkeys(self.lengths, 1.0)
-        exact = {256: 0.5, 512: 0.9, 4096: 9.0}
-        assert sweep.crossover(linear, exact) == sweep.Crossover("not reached", None, (512, None))
-
     def test_after_noise_the_last_crossing_counts(self):
         linear = dict.fromkeys(self.lengths, 1.0)
         exact = dict(zip(self.lengths, (0.5, 2.0, 0.5, 2.0), strict=True))
@@ -671,26 +614,6 @@ class TestMeasuring:
             tracemalloc.stop()
         assert 8e5 <= peak < 1e6 < before.nbytes
 
-    def test_calls(self):
-        calls = []
-        timed = timing.fastest(lambda: calls.append(1), max_calls=4, max_seconds=60)
-        assert timed.calls == len(calls) == 4
-        assert timed.total_seconds >= 4 * timed.seconds
-        assert timing.fastest(lambda: None, max_calls=4, max_seconds=0).calls == 1
-
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (0, "0.00 us"),
-            (1.234e-5, "12.3 us"),
-            (0.1234, "123 ms"),
-            (12.34, "12.3 s"),
-            (4e3, "4,000 s"),
-        ],
-    )
-    def test_durations(self, seconds, text):
-        assert tables.duration(seconds) == text
-
 
 class TestPictures:
     @staticmethod
@@ -708,19 +631,6 @@ class TestPictures:
                 )
         return [*found, UNIFORM, EXACT]
 
-    def test_every_method_has_a_colour_of_its_own(self, small):
-        assert len(set(plots.COLORS)) == len(plots.COLORS) >= len(methods.METHODS)
-        figure = plots.error_figure(self.rows(), small, is_causal=False)
-        drawn = {bars[0].get_color() for bars in figure.axes[0].containers}
-        assert len(drawn) == len(methods.METHODS)
-
-    def test_quartiles_on_a_log_axis(self, small):
-        axes = plots.error_figure(self.rows(), small, is_causal=False).axes[0]
-        assert axes.get_yscale() == "log"
-        first = axes.containers[0]
-        (segment, _) = first[2][0].get_segments()
-        np.testing.assert_allclose(segment[:, 1], [0.02 / 1.5, 0.02 * 1.5])
-
     def test_what_would_squeeze_the_others_is_named(self, small):
         rows = self.rows()
         rows[0] = replace(rows[0], median=37.1)
@@ -735,20 +645,6 @@ class TestPictures:
         assert told == (
             "Not drawn: FAVOR+ 37.1 at 64; hyperbolic 2e-07 at 64; trigonometric failed at 64"
         )
-
-    def test_ticks_of_time_are_of_one_format(self, small):
-        points = [sweep.Point("linear", 2**k, 3e-6 * 4**k, 1) for k in range(12)]
-        figure = plots.time_figure(
-            sweep.Sweep("x", tuple(points), (), 1.0, 8), small, is_causal=False
-        )
-        figure.canvas.draw()
-        axes = figure.axes[0]
-        low, high = axes.get_ylim()
-        # Before Matplotlib 3.11 ticks beyond the axis, which nobody sees, have labels too.
-        shown = [tick for tick in axes.get_yticklabels() if low <= tick.get_position()[1] <= high]
-        labels = [tick.get_text() for tick in shown]
-        assert {"10 us", "100 us", "1 ms", "10 ms", "100 ms", "1 s", "10 s"} <= set(labels)
-        assert all(re.fullmatch(r"1(0|00|,000)? (us|ms|s)", label) for label in labels if label)
 
     def test_a_curve_that_failed_is_named(self, small):
         found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0, 8)

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("typer", reason="the command needs the extra cli")
 
-from linattn import feature_maps
 from linattn.cli import maps, verify
 from linattn.testing import check_feature_map
 from tests import command
@@ -123,18 +122,6 @@ def test_shipped_map_passes():
     assert max(map(len, lines)) <= 80
     for text in ("PositiveFeatures(dim=4", "variance", "600 draws", "0 FAILED", "2e-09"):
         assert text in result.stdout
-
-
-def test_options_reach_the_map():
-    result = passed("TrigonometricFeatures", *FEW, "--num-features", "12", "--sampler", "gaussian")
-    assert "num_features=12" in result.stdout
-    assert "gaussian" in result.stdout
-
-
-def test_deterministic_map_skips_what_chance_decides():
-    result = passed("EluFeatures")
-    assert "the map is deterministic" in result.stdout
-    assert "2 skipped" in result.stdout
 
 
 def test_fitted_map_is_fitted_to_a_sample():
@@ -443,11 +430,3 @@ def test_missing_extra_is_named(monkeypatch):
     result = call("PositiveFeatures")
     assert result.exit_code == 2
     assert "pip install '.[testing]'" in result.stderr
-
-
-def test_every_announced_step_is_a_check():
-    steps: list[str] = []
-    feature_map = feature_maps.EluFeatures(4)
-    report = verify.verify(feature_map, num_draws=10, seed=0, notify=steps.append)
-    assert len(steps) == verify.num_checks() == len(report.rows)
-    assert steps == [row.what for row in report.rows]

@@ -107,14 +107,6 @@ class TestRelativeVariance:
         best = relative_variance(0.2 * query, 0.2 * key, phi)
         assert best.verdict.startswith("linear attention: ")
 
-    def test_random_features_are_not_worth_it_on_the_real_sample(self):
-        query, key, _ = linattn.datasets.pretrained_qkv()
-        phi = PositiveFeatures(32, 256, rng=0)
-        found = relative_variance(query, key, phi, num_samples=32)
-        assert found.mean.shape == (2, 12)
-        assert found.percentiles.shape == (2, 12, 5)
-        assert found.verdict.startswith("use exact softmax attention: ")
-
     def test_what_overflows_is_infinite_and_what_is_not_seen_is_nan(self):
         query, _, _ = inputs(40.0, 2, 5)
         mask = np.array([[True] * 5, [False] * 5])
@@ -252,12 +244,6 @@ class TestRecommendation:
         assert hopeless.per_head == np.inf
         assert hopeless.verdict.startswith("use exact softmax attention: ")
 
-    def test_other_kernels_are_called_by_their_name(self):
-        query, key, _ = inputs(3.0, 10)
-        phi = linattn.feature_maps.ActivationFeatures(DIM, 8, sampler="gaussian", rng=0)
-        found = recommend_num_features(query, key, phi, tolerance=0.01)
-        assert found.verdict.startswith("use exact kernel attention: ")
-
     @pytest.mark.parametrize(
         ("change", "match"),
         [
@@ -290,14 +276,6 @@ class TestCrossoverLength:
             n = crossover_length(d, e, m, is_causal=is_causal)
             assert linear(n, is_causal) < exact(n, is_causal)
             assert linear(n - 1, is_causal) >= exact(n - 1, is_causal)
-
-    def test_rates_and_chunks(self):
-        assert crossover_length(64, 64, 256) == 517
-        assert crossover_length(64, 64, 256, exact_rate=3.0, linear_rate=3.0) == 517
-        assert crossover_length(64, 64, 256, exact_rate=2.0) == 1033
-        assert crossover_length(64, 64, 256, linear_rate=1e9) == 1
-        causal = [crossover_length(64, 64, 256, is_causal=True, chunk_size=c) for c in (32, 128)]
-        assert 1031 < causal[0] < causal[1]
 
     def test_refusals(self):
         with pytest.raises(ValueError, match="num_features must be at least 1, got 0"):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import inspect
 import sys
@@ -112,15 +111,6 @@ def test_a_backend_is_called_for_what_it_defines(fakes, name):
     fakes.backend(**{name: getattr(_generic, name)})
     run_everything()
     assert set(fakes.calls) == {name}
-
-
-def test_a_backend_may_define_everything_or_nothing(fakes):
-    fakes.backend()
-    run_everything()
-    assert fakes.calls == []
-    fakes.backend(**{name: getattr(_generic, name) for name in BLOCK_TIER})
-    run_everything()
-    assert set(fakes.calls) == set(BLOCK_TIER)
 
 
 def test_what_a_backend_is_given(fakes):
@@ -277,15 +267,6 @@ def test_tasks_take_their_part_of_everything_that_has_heads(fakes):
             state = after
 
 
-def test_errors_of_a_backend_reach_the_caller(fakes):
-    def broken(*args):
-        raise RuntimeError("kernel launch failed")
-
-    fakes.backend(read_block=broken)
-    with pytest.raises(RuntimeError, match="kernel launch failed"):
-        linattn.linear_attention(*tokens(), PHI)
-
-
 # The whole tier ---------------------------------------------------------------------------------
 
 
@@ -371,21 +352,6 @@ def test_the_whole_tier_answers_for_gradients(fakes):
         for x, y in zip(pullback(out), expected, strict=True):
             assert_array_equal(x, y)
     assert fakes.calls == ["attention_vjp"] * 2
-
-
-def test_the_whole_tier_sees_the_state_of_each_step(fakes):
-    lengths = []
-
-    def decode(problem):
-        lengths.append(problem.state.length)
-        return problem.query[..., 0, :], problem.state._replace(length=problem.state.length + 1)
-
-    fakes.backend(decode=decode)
-    query, key, value = tokens()
-    decoder = linattn.Decoder(PHI, linattn.init_state(PHI, 4, batch_shape=(2,), like=key))
-    for t in range(3):
-        assert_array_equal(decoder.step(query[:, t], key[:, t], value[:, t]), query[:, t])
-    assert lengths == [0, 1, 2]
 
 
 # Registration -----------------------------------------------------------------------------------
@@ -734,20 +700,6 @@ def test_threads_do_not_inherit():
         assert in_a_thread(lambda: context.run(seen)) == ((3, "float64"), False)
 
 
-def test_tasks_of_an_event_loop_do_not_share():
-    async def one(number, others_turn, my_turn):
-        with linattn.config(num_threads=number):
-            others_turn.set()
-            await my_turn.wait()
-            return _settings.current_settings().num_threads
-
-    async def both():
-        first, second = asyncio.Event(), asyncio.Event()
-        return await asyncio.gather(one(1, second, first), one(2, first, second))
-
-    assert asyncio.run(both()) == [1, 2]
-
-
 # Descriptions of calls ----------------------------------------------------------------------------
 
 
@@ -763,12 +715,6 @@ def described(monkeypatch):
     monkeypatch.setattr(problem, "_describe", noted)
     clear_caches()
     return made
-
-
-def test_a_problem_takes_no_other_attributes(described):
-    linattn.linear_attention(*tokens(), PHI)
-    with pytest.raises(TypeError, match=r"^changes must name attributes of a problem, got leads$"):
-        described[0].replace(leads=(), dtype=np.float64)
 
 
 def test_a_call_like_the_last_one_is_not_described_again(described):

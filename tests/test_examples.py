@@ -76,37 +76,6 @@ def test_layers_are_read(minilm):
         minilm.parse_layers("6")
 
 
-def test_documents_do_not_overlap(minilm_model):
-    def tokenize(text):
-        return [101, *(int(word.rstrip(".")) for word in text.split()), 102]
-
-    sentence = iter(range(1000, 9000))
-    texts = {
-        name: "\n\n".join(" ".join(str(next(sentence)) for _ in range(20)) + "." for _ in range(9))
-        for name in "ab"
-    }
-    prose_paragraphs = minilm_model.paragraphs
-    try:
-        # Numbers are no prose: take every paragraph.
-        minilm_model.paragraphs = lambda text: iter(text.split("\n\n"))
-        found = minilm_model.documents(texts, tokenize, 50)
-    finally:
-        minilm_model.paragraphs = prose_paragraphs
-    assert found.shape == (6, 50)
-    assert_array_equal(found[:, 0], 101)
-    assert_array_equal(found[:, -1], 102)
-    inner = found[:, 1:-1].ravel()
-    assert len(set(inner.tolist())) == inner.size
-
-
-def test_prose_is_told_from_code(minilm_model):
-    prose = "This is a sentence of more than twelve words, as people write them in documents."
-    code = ">>> " + prose
-    assert list(minilm_model.paragraphs(f"{prose}\n\n{code}\n\nshort.\n\n" + "| - " * 20)) == [
-        prose
-    ]
-
-
 def test_window_attention(minilm_model):
     query, key, value = np.random.default_rng(0).standard_normal((3, 2, 20, 4))
     out = minilm_model.WindowAttention(8)(query, key, value, linattn.layers.Scope())
@@ -254,14 +223,6 @@ def test_the_picture_is_better_for_it(denoise, tmp_path, capsys):
     assert ours["error"] < blur["error"]
     assert ours["sample_db"] > record["exact_sample_db"] - 1
     assert "exact attention" in capsys.readouterr().out
-
-
-def test_features_and_decibels(denoise):
-    picture = np.random.default_rng(0).random((12, 15, 3)).astype(np.float32)
-    features = denoise.pixel_features(picture)
-    assert features.shape == (180, 8)
-    assert_allclose(features.mean(axis=0), 0, atol=1e-5)
-    assert denoise.psnr(picture, picture + 0.1) == pytest.approx(20, abs=1e-4)
 
 
 def test_kernel_regression_prints_its_tables(tmp_path, capsys):

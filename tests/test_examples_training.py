@@ -97,19 +97,6 @@ def test_cross_entropy(transformer):
     assert loss == pytest.approx(-np.mean(np.log(chosen)), rel=1e-12)
 
 
-def test_sharpness_is_of_queries_and_keys_at_the_start(transformer):
-    def qkv(sharpness):
-        sizes = transformer.Sizes(vocabulary=11, length=9, dim=12, heads=3, sharpness=sharpness)
-        attention = transformer.Attention("softmax", sizes.layers, 4, 6, seed=0)
-        model = transformer.Transformer(sizes, attention, seed=0, dtype=np.float64)
-        return np.split(model.params["layers.1.self_attn.in_proj_weight"], 3)
-
-    query, key, value = qkv(0.25)
-    assert_array_equal(query, key)
-    assert_allclose(key, 0.25 * qkv(1.0)[1])
-    assert_array_equal(value, qkv(1.0)[2])
-
-
 def test_only_tokens_before_count(transformer):
     for kind in KINDS:
         model = make_model(transformer, kind)
@@ -136,14 +123,6 @@ def test_generation_is_the_forward_pass(transformer, kind, taps):
         transformer.check_generated(model, prompt, written, logits)
 
 
-def test_adam_goes_against_the_gradient(training):
-    params = {"x": np.zeros(3)}
-    adam = training.Adam(params, 0.5, 20)
-    adam.step({"x": np.asarray([1e-3, -1e-4, 0.0])})
-    # The first step of two of warm-up: half the rate, whatever the size of the gradient.
-    assert_allclose(params["x"], [-0.25, 0.25, 0], rtol=1e-3)
-
-
 def test_training_lowers_the_loss_and_redraws(transformer, training):
     model = make_model(transformer, "favor", dtype=np.float32)
     before = model.attention.maps[1].projection
@@ -159,16 +138,6 @@ def test_training_lowers_the_loss_and_redraws(transformer, training):
     assert len(losses) == 60
     assert np.mean(losses[-5:]) < 0.5 * losses[0]
     assert not np.array_equal(model.attention.maps[1].projection, before)
-
-
-def test_no_text_is_held_out_and_trained_on(transformer):
-    text, held_out = transformer.topic_bytes()
-    assert 8 * held_out.size < text.size
-    kept = bytes(text.astype(np.uint8).tolist())
-    pages = held_out[: held_out.size // 64 * 64].reshape(-1, 64)
-    found = [bytes(page.tolist()) in kept for page in pages]
-    # Lines that are repeated inside paragraphs; with repeated paragraphs it is half.
-    assert np.mean(found) < 0.1
 
 
 def test_tasks(train_copy, train_bytes):
@@ -233,13 +202,6 @@ def test_a_string_is_reversed_by_what_the_forward_pass_says(reverse, training, t
     ended = np.cumsum(read[:, 1:] == reverse.END, axis=1) > 0
     before = np.concatenate([np.ones((5, 1), bool), ~ended], axis=1)
     assert_array_equal(logits.argmax(axis=-1)[before], written[before])
-
-
-def test_letters_are_right_at_their_place(reverse):
-    strings = np.full((2, 16), reverse.END)
-    strings[0, -3:], strings[1, -2:] = (1, 2, 3), (4, 5)
-    right = reverse.right_letters(strings, np.asarray([[3, 2], [5, 4]]))
-    assert right.tolist() == [True, True, False, True, True]
 
 
 def test_reverse_as_a_command(reverse):

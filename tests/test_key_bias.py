@@ -40,24 +40,6 @@ def dense(query, key, value, phi, bias, **options):
     return reference.kernel_attention(query, key, value, phi, bias=bias[..., None, :], **options)
 
 
-@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
-@full_and_causal
-@pytest.mark.parametrize("size", [1.0, 30.0])
-@pytest.mark.parametrize("name", MAPS)
-def test_equals_the_oracle_whatever_its_size(name, size, is_causal):
-    if is_causal and name == "landmarks":
-        pytest.skip("landmarks have seen the whole sequence")
-    (query, key, value), phi = tokens((2, 3), 150), MAPS[name]
-    key, value, bias = key[:, :1], value[:, :1], biases((2, 1, 150), size=size)
-    mask = np.random.default_rng(5).random(150) < 0.9
-    options = {"is_causal": is_causal, "key_mask": mask}
-    sums = reference.kernel_sums(query, key, value, phi, bias=bias[..., None, :], **options)
-    for dtype in BOUNDS:
-        given = (a.astype(dtype) for a in (query, key, value))
-        out = linattn.linear_attention(*given, phi, key_bias=bias.astype(dtype), **options)
-        pairs.check_ratio(out, sums, dtype)
-
-
 RECTIFIED = {"relu": ReluFeatures(), "cosformer": CosformerFeatures(DIM, max_length=64)}
 
 

@@ -315,10 +315,6 @@ def test_landmarks_for_every_key_are_exact(shape, seed):
     assert_allclose(attend(q, k, v, phi), exact(q, k, v), atol=1e-9)
 
 
-def phi_logits(q, k):
-    return q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_what_leaves_softmax_unchanged_leaves_the_map_unchanged(seed):
     q, k, v = inputs(seed)
@@ -534,23 +530,6 @@ def test_keys_of_another_sequence_warn(xp):
         attend(other[0], other[1], other[2], pickled)
 
 
-@pytest.mark.parametrize("length", [300, 3000])
-def test_another_draw_of_the_same_kind_warns(length):
-    (q, k, v), (_, other, _) = (inputs(s, keys=length, queries=length) for s in (0, 1))
-    phi = LandmarkFeatures.fit(q, k, num_features=9, rng=1)
-    with pytest.warns(UserWarning, match=OTHER_KEYS):
-        attend(q, other, v, phi)
-
-
-def test_one_other_head_warns():
-    q, k, v = inputs(lead=(3,))
-    phi = LandmarkFeatures.fit(q, k, num_features=9, rng=1)
-    other = k.copy()
-    other[1] = inputs(seed=1, lead=(3,))[1][1]
-    with pytest.warns(UserWarning, match=OTHER_KEYS):
-        attend(q, other, v, phi)
-
-
 def test_the_same_keys_in_other_order_padded_rounded_or_shifted_by_state_do_not_warn():
     q, k, v = inputs()
     phi = LandmarkFeatures.fit(q, k, num_features=9, rng=1)
@@ -712,27 +691,6 @@ def test_states_merge_and_are_saved(tmp_path, corrected):
     other = LandmarkFeatures.fit(q, k, num_features=9, num_probes=20, corrected=corrected, rng=2)
     with pytest.raises(ValueError, match="another feature map"):
         linattn.load_state(tmp_path / "state.npz", other)
-
-
-def test_estimates_are_products_of_features():
-    q, k, _ = inputs()
-    phi = LandmarkFeatures.fit(q, k, num_features=9, num_probes=20, rng=1)
-    for head in range(2):
-        logits, _ = dense_weights(
-            q[head], k[head], phi.landmarks[head], phi.probes[head], q[head], phi.scale
-        )
-        assert_allclose(phi.estimate(q, k)[head], np.exp(logits), rtol=1e-10)
-    assert_allclose(np.log(phi.kernel(q, k)), phi_logits(q, k), atol=1e-12)
-    # The correction's estimate, without its guard, is linear in the keys: it sums to D_1.
-    signed = LandmarkFeatures.fit(q, k, num_features=9, num_probes=20, corrected=True, rng=1)
-    assert not signed.positive
-    want, served = dense_corrected(q, k, np.eye(50)[None].repeat(2, axis=0), signed)
-    weights = signed.estimate(q, k)
-    weights = weights / weights.sum(axis=-1, keepdims=True)
-    assert_allclose(weights[served], want[served], atol=1e-9)
-    for wrong in (phi.variance, phi.mean):
-        with pytest.raises(NotImplementedError, match="biased"):
-            wrong(q, k)
 
 
 def test_representation_equality_and_immutability():

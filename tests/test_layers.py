@@ -503,12 +503,6 @@ def test_an_option_that_there_is_not_is_named_beside_those_that_there_are(name):
         assert {"activation", "norm"} <= set(listed)
 
 
-@pytest.mark.parametrize("name", ["encoder", "decoder_layer_vjp", "language_model", "generate"])
-def test_a_number_of_heads_must_be_given(name):
-    with pytest.raises(TypeError, match=rf"^{name}\(\) needs num_heads="):
-        getattr(layers, name)({}, X)
-
-
 def test_mistakes_are_told_with_the_whole_name():
     params = layers.init_encoder(rng(), 2, DIM, HEADS, dtype=np.float64)
     del params["layers.1.self_attn.in_proj_weight"]

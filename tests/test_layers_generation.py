@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import builtins
 import json
-import subprocess
-import sys
 import tracemalloc
 
 import numpy as np
@@ -448,23 +446,6 @@ def test_only_arrays_by_name_are_saved(tmp_path, params):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"norm": "batch_norm"}, ValueError, "norm must be one of layer_norm, rms_norm, got 'ba"),
-        ({"activation": "tanh"}, ValueError, "activation must be one of relu, .*, got 'tanh'"),
-        ({"dtype": np.int64}, TypeError, "dtype must be float16, float32 or float64, got int64"),
-    ],
-)
-def test_options_of_drawn_parameters(options, error, message):
-    """An option that nobody reads would leave the default, without a word."""
-    for init in (layers.init_decoder_layer, layers.init_encoder_layer):
-        with pytest.raises(error, match=message):
-            init(rng(), DIM, HEADS, **options)
-    with pytest.raises(error, match=message):
-        layers.init_language_model(rng(), VOCABULARY, 1, DIM, HEADS, **options)
-
-
 @pytest.mark.parametrize("placed", [None, layers.Rotary(), layers.Alibi()], ids=str)
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)])
 @pytest.mark.parametrize("name", STREAMS | PLACED | {"automatic": 0, "landmarks": 0})
@@ -532,18 +513,6 @@ def test_arrays_of_a_file_that_cannot_be_put_together(tmp_path):
     for wanted in (["a", "b"], []):
         with pytest.raises(ValueError, match=r"mapping\['x'\] must name arrays that go behind"):
             layers.load_safetensors(path, {"x": wanted})
-
-
-def test_bfloat16_needs_no_import_before(tmp_path):
-    pytest.importorskip("safetensors", reason="files need the extra layers")
-    header = {"w": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}
-    text = json.dumps(header).encode()
-    (tmp_path / "m").write_bytes(len(text).to_bytes(8, "little") + text + b"\x80\x3f")
-    program = "import sys; from linattn import layers; print(*layers.load_safetensors('m')['w'])"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split() == ["1"]
 
 
 def test_what_is_no_safetensors_file(tmp_path):

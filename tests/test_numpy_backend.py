@@ -570,32 +570,6 @@ def test_threads_see_the_settings_of_the_caller():
     assert seen == ["float64"] * 3
 
 
-def test_after_an_error_no_further_task_begins():
-    begun = []
-
-    def work(task):
-        begun.append(task)
-        raise RuntimeError("stop")
-
-    with pytest.raises(RuntimeError, match="stop"):
-        threads.run(2, work, range(100))
-    assert len(begun) <= 2
-    threads.run(2, begun.append, range(3))
-
-
-def test_an_error_in_a_thread_is_raised(monkeypatch):
-    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
-    monkeypatch.setattr(tuning, "MAX_BLOCK_ELEMENTS", 1)
-
-    def fail(*args):
-        raise RuntimeError("from a thread")
-
-    monkeypatch.setattr(linattn_numpy, "reduce_values", fail)
-    query, key, value = inputs(50)
-    with linattn.config(num_threads=2), pytest.raises(RuntimeError, match="from a thread"):
-        linattn.linear_attention(query, key, value, PositiveFeatures(D, rng=0))
-
-
 class FakeController:
     """Stands in for threadpoolctl: one library, with one number of threads for the process."""
 

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import cmath
-import importlib.util
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +15,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from linattn.feature_maps import PositiveFeatures
 from linattn.positions import alibi_slopes, rotary, sinusoidal
 from linattn.testing import statistics
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def rotated_by_definition(x, positions, base=10_000.0, interleaved=False, dim=None):
@@ -219,34 +214,3 @@ def test_mistakes_are_named(call, error, message):
 
 
 # The page ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pictures():
-    path = ROOT / "docs" / "_positions.py"
-    spec = importlib.util.spec_from_file_location("pictures_of_positions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_pictures_show_what_is_dense(pictures):
-    """Up to the variance of 4,096 random features, and exactly where there are none."""
-    exact = {"alibi", "global-tokens", "rotated-features", "sliding-window"}
-    assert set(pictures.CASES) >= exact
-    for name, case in pictures.CASES.items():
-        computed, dense = case()
-        error = np.linalg.norm(computed - dense) / np.linalg.norm(dense)
-        assert error < (1e-12 if name in exact else 0.1), name
-
-
-def test_the_page_shows_every_picture(pictures, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib (extra cli) is not installed")
-    page = (ROOT / "docs" / "positions.md").read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(images/(weights-[\w-]+\.png)\)", page)
-    assert sorted(shown) == sorted(f"weights-{name}.png" for name in pictures.CASES)
-    assert all((pictures.IMAGES / name).is_file() for name in shown)
-    drawn = pictures.draw("rotated-features", tmp_path)
-    assert drawn.read_bytes()[:4] == b"\x89PNG"
