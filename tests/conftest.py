@@ -92,7 +92,7 @@ QUICK_FILES = {
 # Subsets that are whole files: `-m` with one of these reads no other.
 SUBSETS = {
     "quick": {*QUICK_FILES, "test_fuzz_options.py"},
-    "fuzz": {"test_fuzz.py", "test_fuzz_options.py"},
+    "fuzz": {"test_fuzz_options.py"},
 }
 
 

@@ -143,6 +143,37 @@ def _hyperbolic(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
     return Side(_exponential(phi, x, (1, -1)), None)
 
 
+def _generalized(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
+    """The tilt of a head, or of each of its axes after a change of basis."""
+    A, W, d = np.asarray(phi.A), phi.projection, x.shape[-1]
+    A = A[..., None, :] if hasattr(phi, "transform") else A[..., None, None] + np.zeros(d)
+    if hasattr(phi, "transform"):
+        T = phi.transform
+        x = x @ (np.linalg.inv(T) if is_key else np.swapaxes(T, -1, -2))
+    x = np.sqrt(phi.scale) * x
+    u = (np.sqrt(1 - 4 * A) * x) @ np.swapaxes(W, -1, -2)
+    log = (np.log(1 - 4 * A) / 4 + A * W**2).sum(-1)[..., None, :] - square(x) / 2
+    log = np.concatenate([log + u, log - u], axis=-1)
+    return Side(log - np.log(log.shape[-1]) / 2, None)
+
+
+def _calibrated(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
+    if not is_key:
+        logits = phi.scale * (x @ np.swapaxes(phi.centroids, -1, -2))
+        return Side(logits + phi.query_bias[..., None, :], None)
+    z = x @ np.swapaxes(phi.key_weights, -1, -2) + phi.key_bias[..., None, :]
+    power = np.asarray(phi.power)[..., None, None]
+    return Side(z - power * log_sum(z, -1) + x @ phi.tilt[..., :, None], None)
+
+
+def _activation(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
+    W, power = np.sqrt(phi.scale) * phi.projection.T, {"relu": 1, "squared_relu": 2}
+    u, size = x @ W, abs(real(x)) @ abs(W)
+    n, m = power[phi.activation], np.sqrt(u.shape[-1])
+    values = np.where(real(u) > 0, u, 0) ** n + phi.epsilon
+    return Side(None, values / m, (size**n + phi.epsilon) / m)
+
+
 def _elu(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
     u = np.sqrt(phi.scale) * x
     return Side(np.where(real(u) > 0, np.log1p(np.where(real(u) > 0, u, 0)), u), None)
@@ -268,6 +299,10 @@ def _own(phi: Any, x: Array, at: Array, is_key: bool) -> Side:
 MAPS = {
     "PositiveFeatures": _positive,
     "HyperbolicFeatures": _hyperbolic,
+    "GeneralizedExponentialFeatures": _generalized,
+    "DenseExponentialFeatures": _generalized,
+    "CalibratedFeatures": _calibrated,
+    "ActivationFeatures": _activation,
     "EluFeatures": _elu,
     "ReluFeatures": _relu,
     "TrigonometricFeatures": _trigonometric,

@@ -28,6 +28,9 @@ NARROW = ("float16", "bfloat16")
 SOFTMAX_KERNELS = (
     "PositiveFeatures",
     "HyperbolicFeatures",
+    "GeneralizedExponentialFeatures",
+    "DenseExponentialFeatures",
+    "CalibratedFeatures",
     "TrigonometricFeatures",
     "LandmarkFeatures",
     "Reparametrized",
@@ -120,12 +123,22 @@ def lengths(rng: Rng, most: int = SHORT) -> int:
 
 def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
     """Draw a map, with heads of its own where it has some."""
-    softmax = ["positive", "hyperbolic", "trigonometric", "landmarks"]
-    others = ["elu", "relu", "cosformer", "rotated", "softmax", "hedgehog", "fourier", "own"]
+    softmax = ["positive", "hyperbolic", "trigonometric", "tilted", "calibrated", "landmarks"]
+    others = [
+        "elu",
+        "relu",
+        "activation",
+        "cosformer",
+        "rotated",
+        "softmax",
+        "hedgehog",
+        "fourier",
+        "own",
+    ]
     if "exact_clusters" in wanted and rng.random() < 0.95:
         softmax = ["landmarks"]
     elif wanted & set(RULES):
-        softmax = softmax[:3]
+        softmax = softmax[:-1]
     known = softmax if wanted & {"exact_window", "exact_clusters"} else softmax + others
     if "signs" in wanted:
         known = [name for name in known if name not in ("trigonometric", "fourier", "own")]
@@ -138,6 +151,17 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
         "hyperbolic": lambda: feature_maps.HyperbolicFeatures(d, m, scale=scale, rng=seed),
         "trigonometric": lambda: feature_maps.TrigonometricFeatures(d, 32, scale=0.3, rng=seed),
         "fourier": lambda: feature_maps.RandomFourierFeatures(d, 16, bandwidth=2.0, rng=seed),
+        "tilted": lambda: tilted(d, m, scale, seed),
+        "calibrated": lambda: feature_maps.CalibratedFeatures(
+            rng.standard_normal((*heads, m, d)),
+            *(0.5 * rng.standard_normal((*heads, *shape)) for shape in ((m,), (m, d), (m,))),
+            tilt=0.5 * rng.standard_normal((*heads, d)),
+            power=float(rng.choice([0.5, 1])),
+            scale=scale,
+        ),
+        "activation": lambda: feature_maps.ActivationFeatures(
+            d, m, activation=str(rng.choice(["relu", "squared_relu"])), scale=scale, rng=seed
+        ),
         "elu": lambda: feature_maps.EluFeatures(scale=scale),
         "relu": lambda: feature_maps.ReluFeatures(scale=scale),
         "softmax": lambda: feature_maps.SoftmaxFeatures(scale=scale),
@@ -174,12 +198,24 @@ def positive(d: int, m: int, scale: float, seed: int, heads: tuple[int, ...]) ->
     return feature_maps.Reparametrized(phi, 0.3 * shift, 0.3 * other, transform)
 
 
+def tilted(d: int, m: int, scale: float, seed: int) -> Any:
+    """Draw exponential features of one tilt, or of one for each axis of a basis."""
+    rng, options = np.random.default_rng(seed), {"scale": scale, "rng": seed}
+    A = -0.3 * rng.random(d)
+    if rng.random() < 0.5:
+        return feature_maps.GeneralizedExponentialFeatures(d, m, A=float(A[0]), **options)
+    T = np.eye(d) + 0.2 * rng.standard_normal((d, d))
+    return feature_maps.DenseExponentialFeatures(d, m, A=A, transform=T, **options)
+
+
 def map_lead(phi: Any) -> tuple[int, ...]:
     name = type(phi).__name__
     if name == "HedgehogFeatures":
         return tuple(phi.weights.shape[:-2])
     if name == "Reparametrized":
         return tuple(phi.transform.shape[:-2])
+    if name == "CalibratedFeatures":
+        return tuple(phi.centroids.shape[:-2])
     return tuple(phi.landmarks.shape[:-2]) if name == "LandmarkFeatures" else ()
 
 

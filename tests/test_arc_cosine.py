@@ -168,18 +168,3 @@ def test_variance_of_coupled_rows_says_what_is_missing(activation, sampler):
     message = f"variance of {activation} .*two rows of one block.*sampler='gaussian'"
     with pytest.raises(NotImplementedError, match=message):
         made(activation, sampler=sampler).variance(X, Y)
-
-
-def test_an_activation_of_the_users_has_no_closed_form():
-    phi = made(np.tanh, 8)
-    for what in ("kernel", "variance"):
-        message = f"the {what} is known in closed form for activation 'heaviside'"
-        with pytest.raises(NotImplementedError, match=message):
-            getattr(phi, what)(X, Y)
-
-
-@pytest.mark.parametrize(("activation", "error"), [("relu2", ValueError), (2, TypeError)])
-def test_unknown_activations_are_refused_with_the_known_ones(activation, error):
-    message = r"activation must be one of \['heaviside', 'relu', 'squared_relu'\] or a callable"
-    with pytest.raises(error, match=message):
-        made(activation)

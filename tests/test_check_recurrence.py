@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,92 +217,6 @@ def autograd(kernel):
         return results, lambda *grads: torch.autograd.grad(results, leaves, grads)
 
     return vjp
-
-
-def naive(folder, function):
-    """Load a rule of flash-linear-attention from its file: the package itself imports triton."""
-    found = importlib.util.find_spec("fla")
-    places = [] if found is None else list(found.submodule_search_locations or [])
-    files = [Path(place) / "ops" / folder / "naive.py" for place in places]
-    file = next((file for file in files if file.exists()), None)
-    if file is None or importlib.util.find_spec("einops") is None:
-        pytest.skip(f"flash-linear-attention's naive rule {folder} is not installed")
-    pytest.importorskip("torch", reason="torch is not installed")
-    spec = importlib.util.spec_from_file_location(f"naive_{folder}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, function)
-
-
-NAIVE = {
-    "linear_attn": ("naive_recurrent_linear_attn", "linear", {}),
-    "gla": ("naive_recurrent_gla", "gated", {"by_channel": True}),
-    "simple_gla": ("naive_recurrent_simple_gla", "gated", {}),
-    "delta_rule": ("delta_rule_recurrence", "delta", {"layout": "linattn"}),
-    "gated_delta_rule": ("naive_recurrent_gated_delta_rule", "gated_delta", {}),
-    "kda": ("naive_recurrent_kda", "gated_delta", {"by_channel": True}),
-}
-CHUNKED = {
-    "simple_gla": ("naive_chunk_simple_gla", "gated", {}),
-    "gated_delta_rule": ("naive_chunk_gated_delta_rule", "gated_delta", {}),
-    "kda": ("naive_chunk_kda", "gated_delta", {"by_channel": True, "lengths": (64, 128, 320)}),
-}
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("folder", NAIVE)
-def test_naive_rules_of_flash_linear_attention(folder, dtype):
-    function, rule, options = NAIVE[folder]
-    report = tried(naive(folder, function), folder, dtype, rule, ["packed", "many"], **options)
-    assert "through the final state too" in " ".join(str(report).split())
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("folder", CHUNKED)
-def test_naive_chunks_of_flash_linear_attention(folder):
-    """Sums of log decays lose digits beside e^-50, and KDA has NaN gradients at e^-30."""
-    function, rule, options = CHUNKED[folder]
-    skip = ["packed", "many", "decay", *["gradient"] * (folder == "kda")]
-    tried(naive(folder, function), folder, "float32", rule, skip, **options)
-
-
-def tried(function, folder, dtype, rule, skip, **options):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-
-    def kernel(*tokens, log_decay=None, **gates):
-        name = "gk" if folder == "gla" else "g"
-        gates |= {} if log_decay is None else {name: log_decay}
-        return function(*tokens, **gates, output_final_state=True)
-
-    return check_recurrence(
-        kernel, update_rule=rule, vjp=autograd(kernel), asarray=torch.from_numpy, dtype=dtype,
-        skip=skip, **({"layout": "fla"} | options),
-    )  # fmt: skip
-
-
-@pytest.mark.frameworks
-def test_retention_of_flash_linear_attention():
-    """Its decays are fixed, so it is tried as attention, and streams by recurrence steps."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    function = naive("retention", "naive_retention")
-
-    def attention(*tokens, is_causal=True):
-        return function(*(torch.from_numpy(np.ascontiguousarray(x)) for x in tokens))
-
-    def step(query, key, value, state):
-        log_decay = np.log1p(-(2.0 ** (-5 - np.arange(query.shape[1])))) + np.zeros(query.shape[:2])
-        state = np.zeros((*key.shape, value.shape[-1])) if state is None else state
-        q, k, v = (x.astype(np.float64) for x in (query, key, value))
-        return linattn.recurrence_step(q, k, v, state, update_rule="gated", log_decay=log_decay)
-
-    # It computes in float32 whatever it is given.
-    options = {"attention": attention, "rtol": 1e-5, "heads": (3,)}
-    testing.assert_causal(**options)
-    testing.assert_streaming(step=step, **options)
-    testing.assert_batch_independent(is_causal=True, **options | {"heads": (1,)})
 
 
 @pytest.mark.frameworks

@@ -349,28 +349,6 @@ class TestInfo:
         assert found["numpy"].kernels == ""
         assert found["json"].runs
 
-    @pytest.mark.parametrize(
-        ("lines", "processor"),
-        [
-            (
-                [
-                    *("model name\t: AMD EPYC", "cpu family\t: 25", "model\t\t: 17"),
-                    *("flags\t\t: sse2 avx avx2 avx512f", "", "model name\t: another"),
-                ],
-                "AMD EPYC, family 25 model 17, avx512f",
-            ),
-            (
-                ["model name : i", "cpu family : 6", "model : 9", "flags : sse2"],
-                "i, family 6 model 9",
-            ),
-            (["processor : 0", "Features : fp asimd"], "aarch64"),
-        ],
-    )
-    def test_processor(self, monkeypatch, lines, processor):
-        monkeypatch.setattr(Path, "read_text", lambda path, **options: "\n".join(lines))
-        monkeypatch.setattr("platform.machine", lambda: "aarch64")
-        assert info.machine()["processor"] == processor
-
     def test_threads_without_threadpoolctl(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "threadpoolctl", None)
         assert "pip install '.[threads]'" in info.threads()[-1]

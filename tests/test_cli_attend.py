@@ -211,27 +211,6 @@ class TestJudged:
                 f"o{len(check)}.npy", "300" if check else "64"
             )  # fmt: skip
 
-    @pytest.mark.parametrize("name", ["PositiveFeatures", "exact"])
-    @pytest.mark.parametrize("flag", [[], ["--causal"]], ids=["full", "causal"])
-    @pytest.mark.parametrize("at", [1, 4, "check"])
-    def test_a_run_that_goes_on(self, folder, monkeypatch, name, flag, at):
-        """Also one that broke off while its rows were checked."""
-        words = ("--map", name, "--block-size", "70", *flag)
-        whole = attend(*FILES, "--out", "whole.npy", *words)
-        with monkeypatch.context() as patch:
-            if at == "check":
-                patch.setattr(files_to_file, "_errors", raise_interrupt)
-            else:
-                TestGoingOn._break_off(None, patch, KeyboardInterrupt(), blocks=at)
-            result = attend(*FILES, "--out", "o.npy", *words)
-        assert result.exit_code == 130
-        assert (folder / "o.npy.checkpoint").exists()
-        result = attend(*FILES, "--out", "o.npy", *words, "--resume")
-        line = judged(result, dense(*arrays(), causal=bool(flag)), np.load("o.npy"))
-        assert line.groups()[2:] == LINE.fullmatch(whole.stdout).groups()[2:]
-        assert np.load("o.npy").tobytes() == np.load("whole.npy").tobytes()
-        assert not (folder / "o.npy.checkpoint").exists()
-
     def test_keys_of_a_state_are_not_checked(self, folder):
         attended(*FILES, "--out", "a.npy", *OPTIONS, "--save-state", "s.npz")
         words = (*FILES, *OPTIONS[:6], "--start-state", "s.npz")
@@ -242,10 +221,6 @@ class TestJudged:
         result = attend(*words, "--out", "p.npy", "--tolerance", "inf")
         assert (result.exit_code, result.stderr) == (0, "")
         assert np.load("o.npy").tobytes() == np.load("p.npy").tobytes()
-
-
-def raise_interrupt(*args):
-    raise KeyboardInterrupt
 
 
 class TestExact:

@@ -297,16 +297,6 @@ class TestCompare:
         verdict = json.loads((tmp_path / "compare.json").read_text())["verdict"]
         assert (verdict["best"], verdict["use"], verdict["good_enough"]) == (None, "", False)
 
-    def test_one_is_singular(self, tmp_path):
-        one = {name: np.ones((1, 8)) for name in ("query", "key", "value")}
-        path = save(tmp_path / "in.npz", **one)
-        options = ["--maps", "relu", "--lengths", "1", "--out", tmp_path]
-        result = call("compare", "--input", path, *options)
-        assert "1 head, 1 token, dim 8" in result.stdout
-        assert "each of 1 draw by" in " ".join(result.stdout.split())
-        assert "1 tokens" not in result.stdout
-        assert "1 heads" not in result.stdout
-
     def test_swapped_axes_are_asked_about(self, tmp_path):
         rng = np.random.default_rng(0)
         query, key, value = rng.standard_normal((3, 40, 4, 8), np.float32)
@@ -616,36 +606,6 @@ class TestMeasuring:
 
 
 class TestPictures:
-    @staticmethod
-    def rows():
-        found = []
-        for index, known in enumerate(methods.METHODS):
-            middle = 0.02 * 1.4**index
-            for columns in (64, 128) if known.has_num_features else (None,):
-                found.append(
-                    replace(
-                        row(known.name, middle, num_features=columns),
-                        label=known.label,
-                        heads=((middle / 2, middle / 1.5, middle, middle * 1.5, middle * 2),),
-                    )
-                )
-        return [*found, UNIFORM, EXACT]
-
-    def test_what_would_squeeze_the_others_is_named(self, small):
-        rows = self.rows()
-        rows[0] = replace(rows[0], median=37.1)
-        rows[2] = replace(rows[2], median=2e-7)
-        rows[4] = replace(rows[4], median=math.inf, failure="no")
-        figure = plots.error_figure(rows, small, is_causal=False)
-        low, high = figure.axes[0].get_ylim()
-        assert 1e-3 <= low < 0.02
-        assert 1 < high < 5
-        (note,) = figure.texts
-        told = " ".join(note.get_text().split())
-        assert told == (
-            "Not drawn: FAVOR+ 37.1 at 64; hyperbolic 2e-07 at 64; trigonometric failed at 64"
-        )
-
     def test_a_curve_that_failed_is_named(self, small):
         found = sweep.Sweep("x", (), (sweep.LeftOut("linear", 64, 0.0, "no memory"),), 1.0, 8)
         figure = plots.time_figure(found, small, is_causal=False)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
-import zipfile
 from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-import linattn
 from linattn.datasets import pretrained_long_qkv, pretrained_qkv
 
 SHA256 = {
@@ -67,26 +62,6 @@ def test_arrays_are_fresh_and_writable():
         assert_array_equal(again, array)
 
 
-def test_loads_from_a_package_that_is_not_a_folder(tmp_path):
-    archive = tmp_path / "linattn.zip"
-    root = Path(linattn.__file__).parent
-    with zipfile.ZipFile(archive, "w") as packed:
-        for path in root.rglob("*"):
-            if path.suffix in {".py", ".npz"}:
-                packed.write(path, Path("linattn") / path.relative_to(root))
-    program = f"""
-import sys
-sys.path.insert(0, {str(archive)!r})
-from linattn import datasets
-assert {str(archive)!r} in datasets.__file__
-print([array.shape for array in datasets.pretrained_qkv()])
-"""
-    command = [sys.executable, "-W", "error", "-c", program]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.strip() == str([(2, 12, 256, 32)] * 3)
-
-
 def test_query_key_and_value_differ():
     query, key, value = pretrained_qkv()
     assert not np.array_equal(query, key)
@@ -108,17 +83,3 @@ def test_the_long_sample():
     p = weight / weight.sum(axis=-1, keepdims=True)
     perplexity = np.exp(-(p * np.log(np.maximum(p, 1e-30))).sum(axis=-1))
     assert [round(float(x)) for x in np.median(perplexity, axis=(1, 2))] == [161, 392]
-
-
-def test_figures_of_the_docstring():
-    query, key, _ = pretrained_qkv(np.float64)
-    logits = query @ key.mT / np.sqrt(32)
-    assert [round(x, 1) for x in logits.min(axis=(1, 2, 3))] == [-24.2, -18.4]
-    assert [round(x, 1) for x in logits.max(axis=(1, 2, 3))] == [14.5, 12.4]
-    for array, lengths in ((query, [8.3, 7.2]), (key, [9.3, 7.1])):
-        norm = np.linalg.norm(array, axis=-1)
-        assert [round(x, 1) for x in np.median(norm, axis=(1, 2))] == lengths
-    weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    p = weight / weight.sum(axis=-1, keepdims=True)
-    perplexity = np.exp(-(p * np.log(p)).sum(axis=-1))
-    assert [round(x) for x in np.median(perplexity, axis=(1, 2))] == [14, 35]

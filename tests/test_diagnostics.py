@@ -16,7 +16,6 @@ from linattn.diagnostics import (
     denominators,
     effective_features,
     output_error,
-    outputs,
     recommend_num_features,
     relative_variance,
 )
@@ -446,30 +445,6 @@ class TestOutputError:
             rtol=1e-9,
         )
 
-    def test_long_reads_go_in_stretches(self, monkeypatch):
-        query, key, value = inputs(0.5, 2, 50)
-        phi = PositiveFeatures(DIM, 32, rng=0)
-        state = state_of(key, value, phi)
-        whole = output_error(query, state, phi)
-        monkeypatch.setattr(outputs, "MAX_TERMS", 2 * 32 * (DIM + 1) * 7)
-        parts = output_error(query, state, phi)
-        for first, second in zip(whole[:6], parts[:6], strict=True):
-            np.testing.assert_allclose(first, second, rtol=1e-12)
-        effective = effective_features(query, state, phi)
-        np.testing.assert_allclose(effective, whole.effective_features, rtol=1e-12)
-
-    def test_block_size_of_given_rows(self):
-        query, key, value = inputs(0.3, 20)
-        drawn = PositiveFeatures(DIM, 32, rng=0)
-        given = PositiveFeatures.from_projection(drawn.projection)
-        state = state_of(key, value, drawn)
-        with pytest.raises(ValueError, match="block_size must say how many rows"):
-            output_error(query, state, given)
-        np.testing.assert_array_equal(
-            output_error(query, state, given, block_size=DIM).variance,
-            output_error(query, state, drawn).variance,
-        )
-
     def test_the_verdict(self):
         query, key, value = inputs(1.0, 2, 40)
         size = np.array([0.2, 4.0])[:, None, None]
@@ -500,13 +475,6 @@ class TestOutputError:
         np.testing.assert_array_equal(found.output, 0)
         assert_array_equal(found.variance, np.nan)
         assert_array_equal(found.effective_features, np.nan)
-
-    @pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
-    @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 30, 255])
-    def test_students_quantile(self, level, freedom):
-        stats = pytest.importorskip("scipy.stats")
-        found = outputs._student_quantile(level, freedom)
-        assert found == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-9)
 
     def test_refusals(self):
         query, key, value = inputs(0.3, 6)

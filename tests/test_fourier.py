@@ -161,20 +161,6 @@ def test_features_are_the_formula(kernel):
     assert_allclose(phi.estimate(X, Y), [[mean]], rtol=1e-12)
 
 
-def test_gaussian_rows_are_those_of_the_sampler():
-    for name, sampler in sampling.SAMPLERS.items():
-        phi = RandomFourierFeatures(4, 16, sampler=name, rng=7)
-        assert_array_equal(phi.projection, sampler(8, 4, 7))
-
-
-@pytest.mark.parametrize("kernel", ISOTROPIC)
-def test_orthogonal_rows_stay_orthogonal_where_a_row_has_one_factor(kernel):
-    rows = RandomFourierFeatures(5, 20, kernel=kernel, rng=2).projection
-    rows = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-    for block in (rows[:5], rows[5:]):
-        assert_allclose(block @ block.T, np.eye(5), atol=1e-13)
-
-
 def test_heads_have_rows_of_their_own():
     rows = np.random.default_rng(4).standard_normal((3, 6, 4))
     heads = RandomFourierFeatures.from_projection(rows, kernel="matern32")
@@ -318,17 +304,6 @@ def test_a_spectrum_whose_kernel_is_not_known():
     with pytest.raises(NotImplementedError, match="known"):
         phi.mean(X, Y)
     assert phi.redraw(0) == phi
-
-
-def test_a_kernel_of_the_users_with_a_sampler_of_the_library():
-    def normal_kernel(x, y):
-        return independent("gaussian").kernel(x, y)
-
-    mine = RandomFourierFeatures(4, 8, kernel=normal_kernel, sampler=sampling.gaussian, rng=0)
-    assert_allclose(mine.variance(X, Y), independent("gaussian", 8).variance(X, Y), rtol=1e-12)
-    coupled = RandomFourierFeatures(4, 8, kernel=normal_kernel, sampler=sampling.orthogonal)
-    with pytest.raises(NotImplementedError, match="two rows of one block"):
-        coupled.variance(X, Y)
 
 
 # Random Feature Attention -----------------------------------------------------------------------

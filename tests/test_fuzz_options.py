@@ -5,9 +5,8 @@ masks, grouped heads, decay, windows, sinks and clusters, short and long, in flo
 NumPy with its backend and without, array-api-strict, torch and Dask. Beside it: what a query does
 not see does not reach it, and arguments stay as they are.
 
-The suite runs some cases, `pytest -m fuzz` more, beside `test_fuzz.py`. A case is drawn from an
-integer, and named with it when it fails; to see one again, or to run 10,000 others, in about eight
-minutes::
+The suite runs some cases, `pytest -m fuzz` as many others. A case is drawn from an integer, and
+named with it when it fails; to see one again, or to run 10,000 others, in about eight minutes::
 
     python -m tests.test_fuzz_options linear 1234
     python -m tests.test_fuzz_options --cases 7200 --gradients 1400 --first 1000000

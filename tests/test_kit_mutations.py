@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import log, sqrt
+from math import log
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import pytest
 import linattn
 from linattn import testing
 from linattn.feature_maps import PositiveFeatures
-from linattn.sampling import gaussian, orthogonal
+from linattn.sampling import gaussian
 from linattn.typing import Features
 from tests import kit_inputs
 from tests.kit_inputs import full, logs, masked, one_step, outer, read, square, whole
@@ -57,10 +57,6 @@ def mutation(name: str, assertion: Any, valid: Any, wrong: Any, **options: Any) 
 # Samplers: rows of projections.
 
 
-def blocks_of(num, dim, rng, make):
-    return np.concatenate([make(dim, rng) for _ in range(-(-num // dim))])[:num]
-
-
 def haar_block(dim, rng):
     q, r = np.linalg.qr(rng.standard_normal((dim, dim)))
     q = q * np.where(np.diag(r) < 0, -1.0, 1.0)
@@ -74,15 +70,6 @@ def own_norms_block(dim, rng):
     return q * np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
-def fresh_blocks(num, dim, rng):
-    return blocks_of(num, dim, rng, haar_block)
-
-
-def one_seed_for_all_blocks(num, dim, rng):
-    seed = int(rng.integers(2**32))
-    return blocks_of(num, dim, None, lambda d, _: haar_block(d, np.random.default_rng(seed)))
-
-
 mutation(
     "norms of the same block's rows",
     partial(testing.assert_gaussian_rows, num=D, dim=D, rng=SEED),
@@ -90,58 +77,24 @@ mutation(
     lambda num, dim, rng: own_norms_block(dim, rng),
     check="assert_gaussian_rows",
 )
-mutation(
-    "rows 5 % too long",
-    partial(testing.assert_gaussian_rows, num=32, dim=32, rng=SEED),
-    lambda num, dim, rng: haar_block(dim, rng),
-    lambda num, dim, rng: 1.05 * haar_block(dim, rng),
-    check="assert_gaussian_rows",
-)
-
-
-def softmax_kernel(x, y):
-    return np.exp(x @ np.swapaxes(y, -1, -2) / sqrt(D))
-
-
-def variance_with(sampler):
-    reference = PositiveFeatures(D, 2 * D, sampler="orthogonal", rng=0)
-    return testing.assert_variance(
-        lambda rng: PositiveFeatures(D, 2 * D, sampler=sampler, rng=rng), mean=softmax_kernel,
-        variance=reference.variance, relation="at_most", num_draws=4000, rng=SEED,
-    )  # fmt: skip
-
-
-mutation(
-    "one seed for all blocks",
-    variance_with,
-    fresh_blocks,
-    one_seed_for_all_blocks,
-    check="assert_variance",
-)
 
 
 # Feature maps: functions of vectors and rows.
 
 
 class Sketch:
-    """A map of exp(x.y) from functions of vectors and rows; log features unless `signed`."""
+    """A map of exp(x.y) from log features of vectors and rows."""
 
     dim = D
     num_features = M
-    signed = False
 
-    def __init__(self, rng, query, key=None):
-        self.omega = gaussian(self.num_features, D, rng)
-        self.query, self.key = query, key or query
-
-    def wrap(self, features):
-        return Features(None, features) if self.signed else Features(features, None)
+    def __init__(self, rng, features):
+        self.omega, self.features = gaussian(M, D, rng), features
 
     def query_features(self, x):
-        return self.wrap(self.query(x, self.omega))
+        return Features(self.features(x, self.omega), None)
 
-    def key_features(self, x):
-        return self.wrap(self.key(x, self.omega))
+    key_features = query_features
 
 
 def dot(x, y):
@@ -172,56 +125,13 @@ def with_epsilon(x, omega):
     return np.log(np.exp(x @ omega.T - square(x) / 2) + 1e-3) - log(M) / 2
 
 
-def half_negated(x, omega):
-    omega = np.concatenate([omega[: M // 2], -omega[M // 2 :]])
-    return x @ omega.T - square(x) / 2 - log(M) / 2
-
-
-def unbiased(features, variance=favor_variance, kind=Sketch):
-    pair = features if isinstance(features, tuple) else (features,)
+def unbiased(features):
     return testing.assert_unbiased(
-        lambda rng: kind(rng, *pair), kernel=kernel, variance=variance, rng=SEED
+        lambda rng: Sketch(rng, features), kernel=kernel, variance=favor_variance, rng=SEED
     )
 
 
-for name, wrong in (
-    ("epsilon in the features", with_epsilon),
-    ("half the projections of the keys negated", (favor, half_negated)),
-):
-    mutation(name, unbiased, favor, wrong, check="assert_unbiased")
-
-
-class Signed(Sketch):
-    signed = True
-    num_features = 2 * M
-
-    def __init__(self, rng, query, key=None):
-        super().__init__(rng, query, key)
-        self.omega = self.omega[:M]
-
-
-def trigonometric_variance(x, y):
-    norms = square(x) + np.swapaxes(square(y), -1, -2)
-    return np.exp(norms) * np.expm1(-np.maximum(sum_square(x, -y), 0)) ** 2 / (2 * M)
-
-
-def cos_sin(x, omega):
-    u = x @ omega.T
-    return np.exp(square(x) / 2) / sqrt(M) * np.concatenate([np.cos(u), np.sin(u)], axis=-1)
-
-
-def cos_minus_sin(x, omega):
-    u = x @ omega.T
-    return np.exp(square(x) / 2) / sqrt(M) * np.concatenate([np.cos(u), -np.sin(u)], axis=-1)
-
-
-mutation(
-    "sign error in the sine part",
-    partial(unbiased, variance=trigonometric_variance, kind=Signed),
-    cos_sin,
-    (cos_sin, cos_minus_sin),
-    check="assert_unbiased",
-)
+mutation("epsilon in the features", unbiased, favor, with_epsilon, check="assert_unbiased")
 
 
 LARGER = np.array([[0.5, 0.3, -0.4, 0.2], [0.0, 0.7, 0.2, 0.0]])
@@ -319,12 +229,6 @@ def full_with_epsilon(query, key, value):
     return weights @ value / (np.sum(weights, axis=-1, keepdims=True) + 1e-6)
 
 
-def full_with_recency(query, key, value):
-    weights = np.exp(logs(query)) @ np.swapaxes(np.exp(logs(key)), -1, -2)
-    weights = weights * 0.99 ** np.arange(key.shape[-2])
-    return weights @ value / np.sum(weights, axis=-1, keepdims=True)
-
-
 def full_with_gain_by_query(query, key, value):
     return full(query, key, value) * (1 + 1e-3 * np.arange(query.shape[-2]))[:, None]
 
@@ -361,13 +265,6 @@ mutation(
     full,
     full_with_epsilon,
     check="assert_normalized",
-)
-mutation(
-    "weights by position",
-    lambda attention: testing.assert_permutation_invariant(attention=attention, rng=SEED),
-    full,
-    full_with_recency,
-    check="assert_permutation_invariant",
 )
 
 
@@ -444,10 +341,6 @@ def doubled_through_numpy(x):
     return np.asarray(2 * x)
 
 
-def doubled_in_float64(x):
-    return np.float64(2) * x
-
-
 def doubled_in_place(x):
     x *= 2
     return x
@@ -463,13 +356,6 @@ mutation(
     lambda function: testing.assert_namespace_preserved(function, strict_array()),
     doubled,
     doubled_through_numpy,
-    check="assert_namespace_preserved",
-)
-mutation(
-    "float32 becomes float64",
-    lambda function: testing.assert_namespace_preserved(function, LARGER.astype(np.float32)),
-    doubled,
-    doubled_in_float64,
     check="assert_namespace_preserved",
 )
 mutation(
@@ -623,11 +509,3 @@ def test_every_kind_of_defect_is_planted():
 def test_total_false_alarm_rate():
     """Stated at the top: every valid twin decided by chance has its rate, and they add up."""
     assert len(MUTATIONS) * RATE <= TOTAL_FALSE_ALARM_RATE < 1e-6
-
-
-def test_orthogonal_blocks_of_this_file_are_those_of_the_library():
-    rows = fresh_blocks(8, D, np.random.default_rng(SEED))
-    ours = orthogonal(8, D, SEED)
-    for block in (rows[:D], ours[:D]):
-        gram = block @ block.T
-        np.testing.assert_allclose(gram, np.diag(np.diag(gram)), atol=1e-12)

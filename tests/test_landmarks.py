@@ -584,24 +584,6 @@ def test_normalizers_are_of_all_keys_and_landmarks_of_a_sample():
 # On real inputs ---------------------------------------------------------------------------------
 
 
-def pretrained_error(seeds, **options):
-    q, k, v = linattn.datasets.pretrained_qkv()
-    want = exact(*(x.astype(np.float64) for x in (q, k, v)))
-    size = np.linalg.norm(want, axis=(-2, -1))
-    medians = []
-    for seed in seeds:
-        out = attend(q, k, v, LandmarkFeatures.fit(q, k, rng=seed, **options))
-        medians.append(np.median(np.linalg.norm(out - want, axis=(-2, -1)) / size))
-    return np.mean(medians)
-
-
-def test_error_on_a_pretrained_model():
-    assert pretrained_error(range(3)) <= 0.20
-    assert pretrained_error(range(1), num_features=128) <= 0.12
-    assert pretrained_error(range(1), num_features=128, num_probes=256, corrected=True) <= 0.07
-    assert pretrained_error(range(1), num_features=256) <= 1e-5
-
-
 # Landmark importance sampling -------------------------------------------------------------------
 
 

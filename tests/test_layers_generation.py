@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import tracemalloc
 
@@ -525,23 +524,6 @@ def test_what_is_no_safetensors_file(tmp_path):
     with pytest.raises(TypeError, match="must be an array of NumPy"):
         layers.save_safetensors(path, {"a": [1.0]})
     assert path.read_bytes() == b"not a model at all"
-
-
-def test_the_extra_is_named_where_the_package_is_missing(monkeypatch, tmp_path):
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name.partition(".")[0] == "safetensors":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    for call in (
-        lambda: layers.load_safetensors(tmp_path / "a"),
-        lambda: layers.save_safetensors(tmp_path / "a", {}),
-    ):
-        with pytest.raises(ImportError, match=r"safetensors: pip install '\.\[layers\]'"):
-            call()
 
 
 # Prompts of unlike lengths -----------------------------------------------------------------------

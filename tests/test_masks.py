@@ -81,34 +81,6 @@ def test_no_decay_behind_a_mask_is_the_sequence_without_padding(xp, side, throug
     np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("update_rule", ["gated", "gated_delta"])
-@pytest.mark.parametrize("side", PADDING)
-def test_recurrences_pass_over_padding_of_zeros(xp, side, update_rule):
-    mask, short = PADDING[side], tokens(length=4, dtype="float64")
-    decay, beta = np.random.default_rng(3).random((2, HEADS, 4))
-    gates = {"log_decay": -decay} | ({"beta": beta} if "delta" in update_rule else {})
-
-    def solve(arrays, gates):
-        return linattn.linear_recurrence(
-            *map(xp.array, arrays),
-            update_rule=update_rule,
-            return_state=True,
-            **{name: xp.array(gate) for name, gate in gates.items()},
-        )
-
-    def pad(array, axis):
-        whole = np.zeros((*array.shape[:axis], LENGTH, *array.shape[axis:][1:]))
-        whole[(..., mask) + (slice(None),) * (-axis - 1)] = array
-        return whole
-
-    out, state = solve(
-        [pad(a, -2) for a in short], {name: pad(gate, -1) for name, gate in gates.items()}
-    )
-    wanted, seen = solve(short, gates)
-    np.testing.assert_allclose(xp.numpy(out)[..., mask, :], xp.numpy(wanted), atol=1e-14)
-    np.testing.assert_allclose(xp.numpy(state), xp.numpy(seen), atol=1e-14)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
     """Beside it, the logits of all others are so small that their exponentials are 0."""

@@ -16,20 +16,13 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import types
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import linattn
-import linattn_numpy
-from linattn import _generic
-from linattn._dispatch import BlockFunctions
-from linattn._generic.specs import SPECS, SpecRules
-from linattn.testing import assert_gradient, check_backend
-from linattn.typing import Array, Declined, Features, State
+from linattn.typing import Array, Features, State
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("linattn", "backends", "docs", "tests")
@@ -76,55 +69,12 @@ def cube_vjp(spec, tokens, cotangent, xp):
     return xp.matmul(2 * u * cotangent.values, xp.matrix_transpose(spec.P))
 
 
-CUBE = SpecRules({"P": 2, "shift": 1}, cube_features, cube_vjp)
-
-
-@pytest.mark.parametrize("heads", [(), (3,)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_spec_is_one_entry_of_the_table(monkeypatch, heads, is_causal):
-    # CONTRIBUTING, "Add a spec": beside the record and its export this is all that code needs.
-    query, key, value = np.random.default_rng(1).standard_normal((3, 3, 40, 6))
-    phi = CubeMap(heads)
-    with pytest.raises(TypeError, match="a spec must be one of"):
-        linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    monkeypatch.setitem(SPECS, Cube, CUBE)
-    out = linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    wanted = linattn.reference.kernel_attention(query, key, value, phi, is_causal=is_causal)
-    np.testing.assert_allclose(out, wanted, rtol=1e-9, atol=1e-11)
-    options = {"is_causal": is_causal}
-    assert_gradient(
-        lambda *x: linattn.linear_attention(*x, phi, **options),
-        lambda *x: linattn.linear_attention_vjp(*x, phi, **options),
-        *(query, key, value),
-    )
-
-
 # A made-up block function -------------------------------------------------------------------------
 
 
 def rescale_state(state: State) -> State:
     """Double the sums of a state and halve its scale."""
     return State(2 * state.kvz, state.log_scale - 0.6931471805599453, state.length)
-
-
-def test_a_block_function_is_one_of_the_generic_ones_and_one_of_a_backend(monkeypatch):
-    # CONTRIBUTING, "Add a block function": a walk has it by its name from here on.
-    monkeypatch.setattr(_generic, "double", lambda x: 2 * x, raising=False)
-    assert BlockFunctions(np).double(4) == 8
-    declining = [Declined("only 5"), 10.5]
-    monkeypatch.setattr(linattn_numpy, "double", lambda x: declining[int(x == 5)], raising=False)
-    assert (BlockFunctions(np).double(4), BlockFunctions(np).double(5)) == (8, 10.5)
-    with linattn.without_backends():
-        assert BlockFunctions(np).double(5) == 10
-    with linattn.explain() as report:
-        BlockFunctions(np).double(4)
-    assert report.choices == (("block", "double", "generic", "only 5", 1),)
-    third_party = types.ModuleType("third_party")
-    vars(third_party).update(double=linattn_numpy.double, __all__=["double"])
-    with pytest.raises(
-        AssertionError, match="double is no function of"
-    ):  # it must be in the protocol
-        check_backend(third_party, num_problems=1)
 
 
 # Both by their recipes ----------------------------------------------------------------------------
