@@ -347,7 +347,7 @@ class TestRawQr:
         assert result.exit_code in (1, 3), result.output
 
 
-@pytest.mark.parametrize("draws", [1, 10, 100, 400])
+@pytest.mark.parametrize("draws", [1, 400])
 def test_few_draws_do_not_pass(draws):
     """Pairs of vectors at which a map does not vary say nothing of its mean."""
     result = call("PositiveFeatures", "--dim", "4", "--draws", draws)

@@ -618,8 +618,7 @@ import pytest
 sys.exit(pytest.main(["-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
     # Such arrays have no take, which gathers packed sequences.
-    chosen = "decay or broadcast or lazily or names or slice or softmax or whole_blocks or stops"
-    chosen += " or another"
+    chosen = "decay or lazily or names or slice or whole_blocks or stops or another"
     chosen = f"({chosen}) and not packed and not borders1 and not dtype and not full and not groups"
     others = ("dask_gradients.py", "dask_landmarks.py", "dask_stops.py")
     files = (__file__, *(__file__.replace("dask.py", other) for other in others))

@@ -176,7 +176,7 @@ def read_block(query_spec, tokens, state, want_log):
     assert not isinstance(query_spec, Cube), "tried on the new spec"
     return NotImplemented
 
-options = {"num_problems": 40, "extras": ["limited_threads"]}
+options = {"num_problems": 40, "dtypes": ["float64"], "extras": ["limited_threads"]}
 report = check_backend(linattn_numpy, **options)
 assert report.passed, report
 linattn_numpy.read_block = read_block

@@ -16,7 +16,7 @@ from typing import Any
 import array_api_compat
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal, assert_array_less
 
@@ -632,6 +632,7 @@ class TestStrategies:
         assert feature_map.dim == 3
         assert feature_map.sampler == "gaussian"
 
+    @settings(max_examples=4)
     @given(feature_map=testing.feature_maps())
     def test_any_map_holds_together(self, feature_map):
         """Everything that chance does not decide, on maps of any size."""
