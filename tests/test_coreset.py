@@ -22,6 +22,7 @@ import linattn
 from linattn import StateFileError
 from linattn.coreset import CoresetAttention
 from tests.attentions import inputs
+from tests.interrupted import is_interrupted_at
 
 # The definition, token by token -------------------------------------------------------------------
 
@@ -412,33 +413,14 @@ def test_an_interrupted_call_leaves_the_stream_as_it_was():
     rest = [a[:, 5:] for a in arrays]
     source = sys.modules[CoresetAttention.__module__].__file__
 
-    def is_interrupted_at(step):
-        lines = 0
+    def extend():
+        fork.extend(*rest)
 
-        def trace(frame, event, argument):
-            nonlocal lines
-            if event == "line" and frame.f_code.co_filename == source:
-                lines += 1
-                if lines == step:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
-
-        before, fork = sys.gettrace(), copy.copy(stream)
-        sys.settrace(trace)
-        try:
-            fork.extend(*rest)
-        except KeyboardInterrupt:
-            # At the very end the stream has all of the call.
-            assert fork.length in (5, 15)
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-    step = 1
-    while is_interrupted_at(step):
-        step += 11
+    step, fork = 1, copy.copy(stream)
+    while is_interrupted_at(step, extend, (source,)):
+        # At the very end the stream has all of the call.
+        assert fork.length in (5, 15)
+        step, fork = step + 11, copy.copy(stream)
     assert step > 100
     assert_allclose(stream.extend(*rest), whole[:, 5:], atol=1e-12)
 

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import struct
-import sys
 import tracemalloc
 import warnings
 import zipfile
@@ -41,6 +40,7 @@ from linattn.feature_maps import (
 )
 from linattn.typing import Features
 from tests.attentions import inputs
+from tests.interrupted import is_interrupted_at
 
 DIM, VALUE_DIM = 6, 3
 
@@ -430,31 +430,8 @@ def test_an_interrupt_is_an_interrupt_wherever_it_falls(path):
     old, new = some_state(), some_state(length=9)
     save_state(path, old)
 
-    def save_interrupted_at(step):
-        """Interrupt a save at a line of zipfile's; return whether it came so far."""
-        lines = 0
-
-        def trace(frame, event, argument):
-            nonlocal lines
-            if event == "line" and frame.f_code.co_filename == zipfile.__file__:
-                lines += 1
-                if lines == step:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            save_state(path, new)
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return lines >= step
-
     step = 1
-    while save_interrupted_at(step):
+    while is_interrupted_at(step, lambda: save_state(path, new), (zipfile.__file__,)):
         assert [p.name for p in path.parent.iterdir()] == ["state.npz"]
         assert load_state(path).length in (5, 9)
         step += 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import linattn
 import linattn_numpy
 from linattn import _dispatch, _settings
 from linattn_numpy import blas
+from tests.interrupted import is_interrupted_at
 
 SOURCES = str(Path(inspect.getfile(linattn)).parent)
 BACKEND = str(Path(inspect.getfile(linattn_numpy)).parent)
@@ -28,35 +28,18 @@ def _state():
 
 def _interrupted(make, step):
     """Enter and leave a block; raise at the opcode of that number; say whether there was one."""
-    count = 0
 
-    def trace(frame, event, argument):
-        nonlocal count
-        name = frame.f_code.co_filename
-        if name != contextlib.__file__ and not name.startswith((SOURCES, BACKEND)):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            count += 1
-            if count == step:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    def enter():
         with make():
             pass
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-        # A trace also raises where Python looks for no signal: before a lock is released.
-        lock: Any = blas.blas._lock
-        while lock._is_owned():
-            lock.release()
-    return False
+
+    files = (contextlib.__file__, SOURCES, BACKEND)
+    found = is_interrupted_at(step, enter, files, events=("opcode",))
+    # A trace also raises where Python looks for no signal: before a lock is released.
+    lock: Any = blas.blas._lock
+    while lock._is_owned():
+        lock.release()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,10 @@ import linattn_numpy
 from linattn.feature_maps import PositiveFeatures
 from linattn.typing import Features
 from linattn_numpy import blas, threads, tuning
+from tests.interrupted import is_interrupted_at
 
 D = 8
-HERE = {blas.__file__, threads.__file__}
+HERE = (blas.__file__, threads.__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -35,46 +35,17 @@ def inputs(n, heads):
     return np.random.default_rng(0).standard_normal((3, heads, n, D), dtype=np.float32)
 
 
-def is_interrupted_at(step, call, kept):
-    """Interrupt a call before one of the instructions of the modules that limit and share out.
+def lines_with_locks():
+    """Lines that take and release locks.
 
-    Lines that take and release locks are left out: Python lets no signal in between a lock and the
-    body of its ``with``. ``kept``: where the error goes, as into ``sys.last_value`` of a session.
+    Python lets no signal in between a lock and the body of its ``with``.
     """
-    locks = {
+    return {
         (name, number)
         for name in HERE
         for number, line in enumerate(Path(name).read_text().splitlines(), 1)
         if line.strip().startswith("with ") and "lock" in line
     }
-    seen = 0
-
-    def trace(frame, event, argument):
-        nonlocal seen
-        name = frame.f_code.co_filename
-        if name not in HERE:
-            return None
-        frame.f_trace_opcodes = True
-        if event in ("call", "opcode") and (name, frame.f_lineno) not in locks:
-            seen += 1
-            if seen == step:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    # An interrupt that falls while garbage is collected is lost in Python itself.
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt as error:
-        kept.append(error)
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    assert len(kept) == (seen >= step)
-    return seen >= step
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -100,13 +71,14 @@ def test_an_interrupt_leaves_the_threads_of_blas_as_they_were(count):
         limited = held()  # all but those loaded since the first call, as SciPy's may be
         if set(before) != {2} or 1 not in limited:
             pytest.skip("the threads of this NumPy's BLAS cannot be set")
-        step = 1
-        while is_interrupted_at(step, attend, kept := list[KeyboardInterrupt]()):
+        step, kept = 1, list[KeyboardInterrupt]()
+        options: Any = {"events": ("call", "opcode"), "skipped": lines_with_locks(), "kept": kept}
+        while is_interrupted_at(step, attend, HERE, **options):
             if [library.num_threads for library in libraries] != before:
                 left.append(str(traceback.extract_tb(kept[0].__traceback__)[-1]))
-                kept.clear()
                 for library, number in zip(libraries, before, strict=True):
                     library.set_num_threads(number)
+            kept.clear()
             step += 1
         assert step > 100
         assert not left
