@@ -756,7 +756,7 @@ SUITE = {
     "unseen_exact": (150, 1, 0.7),
     "recurrence": (150, 1, 1.0),
 }
-QUICK = {"softmax", "long"}
+QUICK = {"long"}
 
 
 @pytest.mark.parametrize(

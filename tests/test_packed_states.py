@@ -212,18 +212,18 @@ def test_jax_carries_it():
             with pytest.raises(ValueError, match=saying("initial_state", "cu_seqlens")):
                 attend(*arrays, PHI, **options, initial_state=state)
 
-        def again(state, options, attend=attend, call=call):
-            return attend(*arrays, PHI, **options, initial_state=state, **call)[1]
+    def again(state, options):
+        return attend(*arrays, PHI, **options, initial_state=state, **call)[1]
 
-        # Within a trace nothing is compared; what comes out of it is known again.
-        traced = jax.jit(lambda state, f=again: f(state, {"cu_seqlens": borders}))(packed)
-        assert int(traced.num_sequences) == 2
-        with pytest.raises(ValueError, match=saying("initial_state", "cu_seqlens")):
-            again(traced, {})
-        carried, _ = jax.lax.scan(lambda state, _, f=again: (f(state, {}), None), whole, None, 2)
-        assert int(carried.num_sequences) == 0
-        merged = jax.jit(linattn.merge_states)(packed, packed)
-        assert int(merged.num_sequences) == 2
+    # Within a trace nothing is compared; what comes out of it is known again.
+    traced = jax.jit(lambda state: again(state, {"cu_seqlens": borders}))(packed)
+    assert int(traced.num_sequences) == 2
+    with pytest.raises(ValueError, match=saying("initial_state", "cu_seqlens")):
+        again(traced, {})
+    carried, _ = jax.lax.scan(lambda state, _: (again(state, {}), None), whole, None, 2)
+    assert int(carried.num_sequences) == 0
+    merged = jax.jit(linattn.merge_states)(packed, packed)
+    assert int(merged.num_sequences) == 2
     nothing = linattn.init_state(PHI, VALUE_DIM, batch_shape=(2,), like=arrays[1])
 
     def add(state, row):

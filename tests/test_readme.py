@@ -97,14 +97,19 @@ def test_examples_run(page, tmp_path, monkeypatch):
     run_examples(page, None)
 
 
+OF_FRAMEWORKS = [
+    pytest.param(framework, page, id=f"{framework}-{page.stem}")
+    for framework in ("torch", "jax", "transformers")
+    for page in PAGES
+    if examples(page, framework)
+]
+
+
 @pytest.mark.frameworks
-@pytest.mark.parametrize("framework", ["torch", "jax", "transformers"])
-def test_framework_examples_run(framework):
+@pytest.mark.parametrize(("framework", "page"), OF_FRAMEWORKS)
+def test_framework_examples_run(framework, page):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
-    pages = [page for page in PAGES if examples(page, framework)]
-    assert pages
-    for page in pages:
-        run_examples(page, framework)
+    run_examples(page, framework)
 
 
 def test_readme_example_prints_what_its_comment_says(capsys):
