@@ -240,9 +240,6 @@ def test_jit_gives_what_eager_gives(name, is_causal):
     check(np.asarray(out), phi, host, is_causal=is_causal, key_mask=np.asarray(mask))
 
 
-# NumPy with and without its backend: lengths and chunks ------------------------------------------
-
-
 # Range ------------------------------------------------------------------------------------------
 
 

@@ -475,6 +475,3 @@ def test_a_query_without_a_visible_pair_gets_zero():
     out = baselines.aft_full(x, x, x, position_bias=bias)
     assert_array_equal(out[3], np.zeros(E))
     assert_array_less(0.5, out[:3])
-
-
-# The page ---------------------------------------------------------------------------------------

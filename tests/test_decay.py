@@ -1,4 +1,4 @@
-"""Decay: against the oracle at every strength, states in their order, and what it may not be."""
+"""Decay: digits at every strength, masked stretches, overflow, and what it may not be."""
 
 # Tests call with star arguments, and with what types forbid.
 # mypy: disable-error-code="operator, arg-type, attr-defined, call-arg, call-overload, misc"

@@ -1,4 +1,4 @@
-"""The examples that train: gradients of the whole model, generation, tasks and commands."""
+"""The examples that train: gradients of the whole model, generation and commands."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -1,4 +1,4 @@
-"""Log weights of keys: against the oracle, in states and steps, their gradients, and errors."""
+"""Log weights of keys: far below others, in steps, their gradients, and errors."""
 
 # Tests call with star arguments, and with what types forbid.
 # mypy: disable-error-code="arg-type, attr-defined, call-arg, call-overload, misc"

@@ -581,9 +581,6 @@ def test_normalizers_are_of_all_keys_and_landmarks_of_a_sample():
     assert error < 0.9 * uniform / np.linalg.norm(exact(q, k, v))
 
 
-# On real inputs ---------------------------------------------------------------------------------
-
-
 # Landmark importance sampling -------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Packed sequences as they lie: which go so, that they are right, and what is declined."""
+"""Packed sequences as they lie: which go so, and what is declined."""
 
 import itertools
 from typing import Any

@@ -211,6 +211,3 @@ MISTAKES = [
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-# The page ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Padding and states on the way of recurrences: against sequences that were cut by hand."""
+"""Padding and states on the way of recurrences: their gradients, drafts, and what cannot be."""
 
 # Star arguments.
 # mypy: disable-error-code="arg-type, call-overload, misc, no-untyped-call, no-untyped-def"
