@@ -114,6 +114,21 @@ def test_no_tokens_and_a_state_in_other_chunks(is_causal, data, leads):
     np.testing.assert_array_equal(after.log_scale, state.log_scale)
 
 
+@settings(max_examples=5, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99), kind=st.sampled_from(["all", "heads", "tokens"]))
+def test_decay_through_any_chunks(data, seed, kind):
+    rows = data.draw(chunkings(50), "rows")
+    arrays, phi = tokens(50, seed=seed), MAPS["positive"]
+    shape = {"all": (), "heads": (2,), "tokens": (2, 50)}[kind]
+    decay = -np.random.default_rng(seed).exponential(0.1, shape)
+    options = {"log_decay": decay if shape else float(decay)}
+    _, state = compare(arrays, rows, phi, options, is_causal=True, return_state=True)
+    _, want = attend(*arrays, phi, **options, is_causal=True, return_state=True)
+    states = dask.compute(state)[0], want
+    after = [linattn.update_state(x, arrays[1], arrays[2], phi, log_decay=-0.1) for x in states]
+    close(*(linattn.read_state(arrays[0], x, phi) for x in after))
+
+
 @settings(max_examples=10, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99), is_causal=st.booleans())
 def test_softmax_attention_in_any_chunks(data, seed, is_causal):
@@ -201,6 +216,11 @@ def test_groups_of_groups_of_blocks(monkeypatch, is_causal, window, blocks):
 
 
 @full_and_causal
+def test_numerators(is_causal):
+    compare(tokens(30), (9, 21), MAPS["positive"], is_causal=is_causal, normalize=False)
+
+
+@full_and_causal
 def test_positions_go_on_after_a_state(is_causal):
     phi = MAPS["cosformer"]
     compare(tokens(30), 10, phi, {"initial_state": earlier(phi)}, is_causal=is_causal)
@@ -242,6 +262,12 @@ def test_two_passes_are_the_one_call():
     output = da.concatenate(blocks, axis=-2)
     assert output.chunks == (*query.chunks[:2], (E,))
     close(output.compute(), attend(*arrays, phi, is_causal=True))
+
+
+def test_heads_broadcast():
+    query, key, value = tokens(40, heads=4)
+    arrays = query, key[:1], value[:2].repeat(2, 0)
+    assert compare(arrays, 15, MAPS["positive"], heads=2).chunks == ((2, 2), (15, 15, 10), (E,))
 
 
 @pytest.mark.parametrize("decays", [(None, -0.4), (-0.3, None), (-0.3, -0.4), (None, None)])

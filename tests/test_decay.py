@@ -1,4 +1,4 @@
-"""Decay: digits at every strength, masked stretches, overflow, and what it may not be."""
+"""Decay: against the oracle at every strength, states in their order, and what it may not be."""
 
 # Tests call with star arguments, and with what types forbid.
 # mypy: disable-error-code="operator, arg-type, attr-defined, call-arg, call-overload, misc"
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,34 @@ MAPS = {**pairs.MAPS, "activation": ActivationFeatures(DIM, 16, rng=1)}
 
 def check(out, phi, arrays, bias, dtype):
     pairs.check_sums(out, phi, arrays, dtype, bias=bias)
+
+
+KINDS = ["-0.5", "-200.0", "each token", "a few are strong"]
+
+
+@pytest.mark.filterwarnings("ignore:.* denominators are negative")
+@pytest.mark.parametrize("jump", [0.0, 30.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_equals_the_oracle(kind, jump):
+    length = 150
+    arrays, decay = tokens((2, 1), length), decays(kind, (2, 1), length)
+    query, key, value = arrays[0], arrays[1][:, :1], arrays[2][:, :1]
+    bias = np.where(np.random.default_rng(5).random(length) < 0.1, jump, 0.0)
+    dense = dense_decay(decay, length) + bias
+    for name, phi in MAPS.items():
+        sums = reference.kernel_sums(query, key, value, phi, bias=dense)
+        ways: list[Any] = [linattn.config]
+        ways += [linattn.without_backends] if name == "positive" else []
+        for dtype, way in product(pairs.BOUNDS, ways):
+            with way():
+                out = linattn.linear_attention(
+                    *(a.astype(dtype) for a in (query, key, value)),
+                    phi,
+                    is_causal=True,
+                    key_bias=bias.astype(dtype),
+                    log_decay=decay if decay.shape[-1] > 1 else decay[..., 0],
+                )
+            pairs.check_ratio(out, sums, dtype)
 
 
 @pytest.mark.parametrize("backends", [True, False], ids=["backends", "generic"])
@@ -149,6 +178,22 @@ def test_masked_stretches_see_what_has_decayed_far(name, kind, dtype):
     check(out[:, 3:], phi, (query[:, 3:], key, value), dense[:, 3:], dtype)
     after = linattn.read_state(query[:, -1:].astype(dtype), state, phi)
     check(after, phi, (query[:, -1:], key, value), dense[:, -1:], dtype)
+
+
+def test_states_merge_in_their_order():
+    _, key, value = tokens()
+    empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
+    first, second = (
+        linattn.update_state(empty, key[:, rows], value[:, rows], PHI, log_decay=-0.3)
+        for rows in (slice(0, 20), slice(20, None))
+    )
+    one, other = linattn.merge_states(first, second), linattn.merge_states(second, first)
+    read = [linattn.read_state(key, state, PHI) for state in (one, other)]
+    assert np.abs(read[0] - read[1]).max() > 0.01
+    # Without decay a state is neutral on both sides, as the empty one is.
+    for state in (linattn.merge_states(empty, first), linattn.merge_states(first, empty)):
+        assert_allclose(state.kvz, first.kvz)
+        assert_allclose(state.log_decay, first.log_decay)
 
 
 def test_a_saved_state_has_its_decay(tmp_path):
