@@ -200,7 +200,8 @@ def positive(d: int, m: int, scale: float, seed: int, heads: tuple[int, ...]) ->
 
 def tilted(d: int, m: int, scale: float, seed: int) -> Any:
     """Draw exponential features of one tilt, or of one for each axis of a basis."""
-    rng, options = np.random.default_rng(seed), {"scale": scale, "rng": seed}
+    rng = np.random.default_rng(seed)
+    options: dict[str, Any] = {"scale": scale, "rng": seed}
     A = -0.3 * rng.random(d)
     if rng.random() < 0.5:
         return feature_maps.GeneralizedExponentialFeatures(d, m, A=float(A[0]), **options)
@@ -616,7 +617,7 @@ def hide_tokens(rng: Rng, case: Case) -> None:
     for name in ("read_key", "erase_key"):
         if name in options:
             options[name] = np.where(counts[..., None], options[name], np.nan)
-    nowhere = ~counts.any(axis=tuple(range(counts.ndim - 1)))
+    nowhere: Any = ~counts.any(axis=tuple(range(counts.ndim - 1)))
     case.value[..., nowhere, :] = np.nan
     for name in {"log_decay", "beta"} & set(options):
         by_channel = options[name].ndim == case.key.ndim

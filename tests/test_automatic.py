@@ -288,6 +288,18 @@ def test_keys_that_few_are_like_are_not_missed(given):
         assert report.error[0] < 0.02
 
 
+def found_with(monkeypatch):
+    """Numbers of clusters that are found from now on."""
+    fitted, find = [], _fit.Clusters.of
+
+    def of(head, query, m, *args):
+        fitted.append(m)
+        return find(head, query, m, *args)
+
+    monkeypatch.setattr(_fit.Clusters, "of", of)
+    return fitted
+
+
 def found(query, key, value, m, mask=None, scale=0.5, rows=None):
     """A head with all queries for rows, and m clusters of its keys."""
     mask = np.ones(len(key), bool) if mask is None else mask
