@@ -37,17 +37,18 @@ def is_interrupted_at(
                 raise KeyboardInterrupt
         return trace
 
-    before, found = sys.gettrace(), []
+    before, was_interrupted = sys.gettrace(), False
     # An interrupt that falls while garbage is collected is lost in Python itself.
     gc.disable()
     sys.settrace(trace)
     try:
         call()
     except KeyboardInterrupt as error:
-        found.append(error)
+        # Not kept here: it holds all frames, and what these would do at their end.
+        was_interrupted = True
+        if kept is not None:
+            kept.append(error)
     finally:
         sys.settrace(before)
         gc.enable()
-    if kept is not None:
-        kept.extend(found)
-    return bool(found)
+    return was_interrupted
