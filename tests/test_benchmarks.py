@@ -364,7 +364,8 @@ def run(out, *arguments, **environment):
 def test_the_command_runs_to_its_end(tmp_path):
     printed = run(
         tmp_path,
-        *("--peers", "linattn-favor", "linattn-pullback", "linattn-decoder", "numpy-rates"),
+        *("--peers", "linattn-favor", "linattn-pullback"),
+        *("linattn-decoder", "numpy-cache", "numpy-rates"),
         *("--lengths", "64", "96", "--gradients", "64", "--contexts", "64", "--memory", "64"),
         *("--texts", "--scales", "3", "0.5", "--scale-length", "70"),
     )
