@@ -585,8 +585,7 @@ def derivative(case: Case, name: str, gradient: Any, cotangents: Any, doubt: flo
 
 def check_recurrence(case: Case) -> str:
     """Compare a recurrence, its states and gradients with the loop; and its parts."""
-    options, make, wide = case.options, arrays_of(case), accumulated(case.dtype)
-    function = linattn.linear_recurrence_vjp
+    options, wide, function = case.options, accumulated(case.dtype), linattn.linear_recurrence_vjp
     results, pullback = called(case, function, **case.returns, return_state=True)
     output, state, *more = results
     states = more[0] if more else []
@@ -595,8 +594,7 @@ def check_recurrence(case: Case) -> str:
         fail(f"output and state have dtypes {dtypes}, want {case.dtype} and {wide}")
     arrays = {"query": case.query, "key": case.key, "value": case.value}
     want = dense_oracle.recurrence(**arrays, **options, **case.returns)
-    eps = ROUNDINGS * EPS[wide]
-    size = eps * (1 + want.size)
+    size = ROUNDINGS * EPS[wide] * (1 + want.size)
     tolerance = size + EPS[case.dtype] * abs(want.output)
     expect("output", output, want.output, tolerance, want.output.shape)
     if len(states) != len(want.states):
@@ -609,12 +607,19 @@ def check_recurrence(case: Case) -> str:
         except REFUSALS:
             if case.library != "dask":
                 raise
-    rng = np.random.default_rng([case.seed, 4])
+    return check_pulled(case, want, pullback)
+
+
+def check_pulled(case: Case, want: Any, pullback: Any) -> str:
+    """Compare gradients of a recurrence with complex steps through the loop."""
+    options, make, wide = case.options, arrays_of(case), accumulated(case.dtype)
+    arrays = {"query": case.query, "key": case.key, "value": case.value}
+    rng, eps = np.random.default_rng([case.seed, 4]), ROUNDINGS * EPS[wide]
     numbers = [want.output, want.state, *want.states]
     grads = [option_draws.rounded(rng.standard_normal(x.shape), case.dtype) for x in numbers]
     pulled = [make(grads[0]), *(make(grad, wide) for grad in grads[1:])]
     try:
-        found = list(pullback(*pulled[:2], *([pulled[2:]] if more else [])))
+        found = list(pullback(*pulled[:2], *([pulled[2:]] if case.returns else [])))
     except REFUSALS:
         # Dask has gradients of one chunk only.
         if case.library == "dask":

@@ -130,4 +130,4 @@ def test_memory_of_each_row(name):
             finally:
                 tracemalloc.stop()
 
-    assert (extra(6000) - extra(3000)) / 3000 <= 1.1 * allowed
+    assert (extra(16000) - extra(8000)) / 8000 <= 1.1 * allowed
