@@ -152,13 +152,7 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
         "trigonometric": lambda: feature_maps.TrigonometricFeatures(d, 32, scale=0.3, rng=seed),
         "fourier": lambda: feature_maps.RandomFourierFeatures(d, 16, bandwidth=2.0, rng=seed),
         "tilted": lambda: tilted(d, m, scale, seed),
-        "calibrated": lambda: feature_maps.CalibratedFeatures(
-            rng.standard_normal((*heads, m, d)),
-            *(0.5 * rng.standard_normal((*heads, *shape)) for shape in ((m,), (m, d), (m,))),
-            tilt=0.5 * rng.standard_normal((*heads, d)),
-            power=float(rng.choice([0.5, 1])),
-            scale=scale,
-        ),
+        "calibrated": lambda: calibrated(rng, d, m, scale, heads),
         "activation": lambda: feature_maps.ActivationFeatures(
             d, m, activation=str(rng.choice(["relu", "squared_relu"])), scale=scale, rng=seed
         ),
@@ -207,6 +201,17 @@ def tilted(d: int, m: int, scale: float, seed: int) -> Any:
         return feature_maps.GeneralizedExponentialFeatures(d, m, A=float(A[0]), **options)
     T = np.eye(d) + 0.2 * rng.standard_normal((d, d))
     return feature_maps.DenseExponentialFeatures(d, m, A=A, transform=T, **options)
+
+
+def calibrated(rng: Rng, d: int, m: int, scale: float, heads: tuple[int, ...]) -> Any:
+    """Draw features around centroids."""
+    return feature_maps.CalibratedFeatures(
+        rng.standard_normal((*heads, m, d)),
+        *(0.5 * rng.standard_normal((*heads, *shape)) for shape in ((m,), (m, d), (m,))),
+        tilt=0.5 * rng.standard_normal((*heads, d)),
+        power=float(rng.choice([0.5, 1])),
+        scale=scale,
+    )
 
 
 def map_lead(phi: Any) -> tuple[int, ...]:

@@ -47,16 +47,16 @@ def _ignore(call):
 def test_memory_is_flat_over_many_calls(name):
     call = _repeated()[name]
     # Free lists of Python fill up first.
-    for _ in range(100):
+    for _ in range(300):
         call()
     threads = threading.active_count()
     gc.collect()
     before = sys.getallocatedblocks()
-    for _ in range(200):
+    for _ in range(500):
         call()
     gc.collect()
-    # One forgotten object a call would be 200.
-    assert sys.getallocatedblocks() - before < 120
+    # One forgotten object a call would be 500.
+    assert sys.getallocatedblocks() - before < 300
     assert threading.active_count() <= threads
 
 
