@@ -130,19 +130,14 @@ def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
     return change(x) if kind is None and array_api_compat.is_array_api_obj(x) else x
 
 
-def arrays_of(record: Any) -> list[Array] | None:
-    """List the arrays of a problem or recurrence that are not the host's; None of a map's code."""
+def _arrays_of(record: Any) -> list[Array]:
+    """List the arrays of a problem or recurrence that are not the host's; none of a map's code."""
     found: list[Array] = []
-
-    def note(array: Array) -> Array:
-        found.append(array)
-        return array
-
     try:
         for _, x in _walked(record):
-            _changed(x, note)
+            _changed(x, lambda array: found.append(array) or array)
     except Abroad:
-        return None
+        return []
     return found
 
 
@@ -203,35 +198,31 @@ def step_at_home(step: Callable[..., Any], tokens: Any, state: Any, feature_map:
         return None
     if any(isinstance(x, np.ndarray) for x in (*tokens, state.kvz, state.log_scale)):
         return None
-    view, give = home.view, home.give
     try:
-        before = state._replace(kvz=view(state.kvz), log_scale=view(state.log_scale))
-        output, after = step(*map(view, tokens), before, feature_map)
+        found = step(*home.record(tokens), home.record(state), feature_map)
     except (Abroad, AttributeError, TypeError, ValueError):
         # Of a mistake the caller's own arrays tell.
         return None
     _dispatch.note_home(home.namespace, _arrays.namespace(tokens[0]))
-    return give(output), after._replace(kvz=give(after.kvz), log_scale=give(after.log_scale))
+    return home.results(found)
 
 
 def wants_gradients(problem: Problem | Recurrence) -> bool:
     """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
-    torch, query = sys.modules.get("torch"), problem.query
-    if torch is not None and isinstance(query, torch.Tensor):
-        if not torch.is_grad_enabled():
-            return False
-        return any(getattr(x, "requires_grad", False) for x in arrays_of(problem) or ())
-    if not array_api_compat.is_jax_array(query):
+    if isinstance(problem.query, np.ndarray):
         return False
-    return any(primal(x) is not x for x in arrays_of(problem) or ())
+    return any(primal(x) is not x for x in _arrays_of(problem))
 
 
 def primal(array: Any) -> Any:
-    """Return the value of an array of JAX's eager reverse mode; others unchanged.
+    """Return the value of an array by which torch, or JAX in eager mode, asks for a gradient.
 
-    Its tracers are of a class that JAX does not export, and its older versions do not have.
-    Those of ``jax.linearize`` are for forward mode.
+    Others are returned unchanged. JAX's tracers of reverse mode are of a class that it does not
+    export, and its older versions do not have. Those of ``jax.linearize`` are for forward mode.
     """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return array.detach() if array.requires_grad and torch.is_grad_enabled() else array
     if type(array).__name__ != "LinearizeTracer" or not array._trace.is_vjp:
         return array
     value, tracer = array.primal, sys.modules["jax"].core.Tracer
@@ -285,11 +276,11 @@ def _tensor_view(tensor: Any) -> Array:
     try:
         if tensor.dtype != torch.bfloat16:
             return tensor.detach().numpy()
-        bfloat16 = getattr(_ml_dtypes(), "bfloat16", None)
-        if bfloat16 is None:
-            raise Abroad
-        return tensor.detach().view(torch.int16).numpy().view(bfloat16)
-    except RuntimeError as error:  # of a tensor of the vmap behind `is_grads_batched`
+        import ml_dtypes
+
+        return tensor.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    except (ImportError, RuntimeError) as error:
+        # The latter of a tensor of the vmap behind `is_grads_batched`.
         raise Abroad from error
 
 
@@ -300,14 +291,6 @@ def _as_tensor(array: Any) -> Any:
     if array.dtype.kind == "V":  # bfloat16, of ml_dtypes
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _ml_dtypes() -> Any:
-    try:
-        import ml_dtypes
-    except ImportError:
-        return None
-    return ml_dtypes
 
 
 # JAX ----------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import array_api_compat
 
+from linattn._arrays import dtype_bits
 from linattn._generic.feature_vjps import sum_to
-from linattn._home import arrays_of, home_of, primal
+from linattn._home import home_of, primal
 from linattn.typing import Array, Problem
 
 Arrays = dict[str, Array]
@@ -39,17 +40,9 @@ class Kind(NamedTuple):
 
 def is_covered(kind: Kind, problem: Any) -> bool:
     """Whether all gradients that are asked for are of arrays of this kind, and all is at home."""
-    known, arrays = kind.arrays(problem), arrays_of(problem)
-    home = home_of(primal(problem.query))
-    if home is None or arrays is None:
-        return False
-    if array_api_compat.is_jax_array(problem.query):
-        bare = {name: primal(x) for name, x in known.items() if x is not None}
-        return home.covers(kind.insert(problem, bare))
-    if not {id(x) for x in arrays if x.requires_grad} <= {id(x) for x in known.values()}:
-        return False
-    with sys.modules["torch"].no_grad():
-        return home.covers(problem)
+    bare = {name: primal(x) for name, x in kind.arrays(problem).items() if x is not None}
+    home = home_of(bare["query"])
+    return home is not None and home.covers(kind.insert(problem, bare))
 
 
 def apply(kind: Kind, problem: Any, return_state: bool) -> Any:
@@ -89,8 +82,11 @@ def _node() -> Any:
         @staticmethod
         def forward(ctx: Any, call: _Call, *tensors: Array) -> Any:
             results, ctx.stored = call.kind.solve(call.problem(tensors), call.return_state)
-            ctx.call = call
-            ctx.save_for_backward(*tensors, *results[0 if call.keeps_output else 1 :])
+            kept = results[0 if call.keeps_output else 1 :]
+            ctx.call, ctx.count = call, len(tensors) + len(kept)
+            # torch's checkpointing counts them: float64 keeps one more, lest it is another's again.
+            marks = [tensors[0].new_empty(0)] * (dtype_bits(call.bare.dtype) == 64)
+            ctx.save_for_backward(*tensors, *kept, *marks)
             ctx.mark_non_differentiable(*results[2:])
             return tuple(results)
 
@@ -98,7 +94,7 @@ def _node() -> Any:
         def backward(ctx: Any, *cotangents: Array) -> Any:
             call, count = ctx.call, len(ctx.call.names)
             # Once: torch's checkpointing gives them once.
-            saved = ctx.saved_tensors
+            saved = ctx.saved_tensors[: ctx.count]
             tensors, results = saved[:count], saved[count:]
             results = results if call.keeps_output else (None, *results)
             problem = call.problem(tensors)

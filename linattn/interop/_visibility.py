@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,8 +31,9 @@ class Visibility(NamedTuple):
 def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
     """Return the options that show each query the keys that a mask shows it, or None."""
     starts, stops = [], []
-    for block in blocks_of_rows(num_queries, num_keys):
-        seen = rows(block)
+    step = max(1, _PAIRS // max(1, num_keys))
+    for begin in range(0, num_queries, step):
+        seen = rows(slice(begin, min(begin + step, num_queries)))
         start, stop = np.argmax(seen, -1), num_keys - np.argmax(seen[..., ::-1], -1)
         if (np.count_nonzero(seen, axis=-1) != stop - start).any():
             return None
@@ -58,13 +59,6 @@ def read_rows(rows: Rows, num_queries: int, num_keys: int) -> Visibility | None:
         found = _described(start, stop, start.size)
         found = None if found is None else found._replace(is_flat=True)
     return None if found is None else found._replace(before=before)
-
-
-def blocks_of_rows(length: int, num_keys: int) -> Iterator[slice]:
-    """Yield slices of the queries, of some pairs each."""
-    step = max(1, _PAIRS // max(1, num_keys))
-    for begin in range(0, length, step):
-        yield slice(begin, min(begin + step, length))
 
 
 def _described(starts: Any, stops: Any, num_keys: int) -> Visibility | None:

@@ -76,9 +76,8 @@ def linear_attention(
     >>> jax.grad(lambda x: linear_attention(*x, phi, is_causal=True).sum())(arrays).shape
     (3, 2, 300, 16)
     """
-    attend: Any = functional.linear_attention
-    qkv = _taken(query=query, key=key, value=value)
-    return attend(*qkv, feature_map, return_state=return_state, **_options(options))
+    more = {"feature_map": feature_map, "return_state": return_state, **options}
+    return _call(functional.linear_attention, query, key, value, more)
 
 
 def softmax_attention(
@@ -121,10 +120,8 @@ def softmax_attention(
     >>> jax.jit(lambda x: softmax_attention(*x, is_causal=True))(arrays).shape
     (2, 300, 16)
     """
-    attend: Any = functional.softmax_attention
-    qkv = _taken(query=query, key=key, value=value)
-    found: Array = attend(*qkv, is_causal=is_causal, **_options(options))
-    return found
+    more = {"is_causal": is_causal, **options}
+    return _call(functional.softmax_attention, query, key, value, more)
 
 
 def linear_recurrence(
@@ -167,23 +164,19 @@ def linear_recurrence(
     >>> linear_recurrence(*arrays, update_rule="linear").shape
     (2, 300, 16)
     """
-    attend: Any = recurrences.linear_recurrence
-    qkv = _taken(query=query, key=key, value=value)
-    flags = {"update_rule": update_rule, "return_state": return_state}
-    return attend(*qkv, **flags, **_options(options))
+    more = {"update_rule": update_rule, "return_state": return_state, **options}
+    return _call(recurrences.linear_recurrence, query, key, value, more)
 
 
 _HOST = ("key_stop", "prefix_length", "cu_seqlens")
 """Options whose values are read."""
 
 
-def _taken(**named: Any) -> tuple[Any, ...]:
-    """Check arrays, and convert NumPy's to JAX."""
-    return tuple(_as_jax(_checks.check_array(name, x)) for name, x in named.items())
-
-
-def _options(options: Any) -> dict[str, Any]:
-    return {name: x if name in _HOST else _as_jax(x) for name, x in options.items()}
+def _call(function: Any, query: Array, key: Array, value: Array, options: Any) -> Any:
+    """Call a function of linattn on arrays of JAX."""
+    named = {"query": query, "key": key, "value": value}
+    qkv = [_as_jax(_checks.check_array(name, x)) for name, x in named.items()]
+    return function(*qkv, **{n: x if n in _HOST else _as_jax(x) for n, x in options.items()})
 
 
 def _as_jax(x: Any) -> Any:

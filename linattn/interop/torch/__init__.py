@@ -9,7 +9,6 @@ except ImportError as error:
         "linattn.interop.torch needs torch, which is not installed: pip install torch"
     ) from error
 
-from linattn.interop.torch import _kinds as _kinds
 from linattn.interop.torch import _vmap as _vmap
 from linattn.interop.torch._module import Attention
 from linattn.interop.torch.functions import (

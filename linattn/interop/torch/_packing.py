@@ -23,7 +23,10 @@ def pack(value: Any) -> str:
 
 
 def unpack(text: str, like: Any = None) -> Any:
-    """Return what was packed; ``like``: a map whose class the packed one may have."""
+    """Return what was packed, with tuples in place of lists.
+
+    ``like``: a map whose class the packed one may have.
+    """
     return _unpacked(json.loads(text), like)
 
 
@@ -36,9 +39,7 @@ def _packed(value: Any) -> Any:
         return {"map": type(value).__qualname__, "parts": parts}
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, tuple):
-        return {"tuple": [*map(_packed, value)]}
-    if isinstance(value, list):
+    if isinstance(value, tuple | list):
         return [*map(_packed, value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -50,11 +51,9 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(value: Any, like: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(item, None) for item in value]
+        return tuple(_unpacked(item, None) for item in value)
     if not isinstance(value, dict):
         return value
-    if "tuple" in value:
-        return tuple(_unpacked(value["tuple"], None))
     if "array" in value:
         data = base64.b64decode(value["array"])
         return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()

@@ -148,14 +148,10 @@ def _dense(mask: Any) -> Said:
     length, num_keys = mask.shape[-2:]
     keys, position = mask[:, 0].any(1), torch.arange(num_keys, device=mask.device)
     for options, ahead in (({}, num_keys), ({"is_causal": "lower_right"}, 0)):
-        for block in _visibility.blocks_of_rows(length, num_keys):
-            last = position[num_keys - length :][block, None] + ahead
-            rows = mask[:, 0, block]
-            # A query that sees nothing is of padding, and may see anything.
-            same = rows == ((position <= last) & keys[:, None])
-            if not bool((same | ~rows.any(-1, keepdim=True)).all()):
-                break
-        else:
+        last = position[num_keys - length :, None] + ahead
+        # A query that sees nothing is of padding, and may see anything.
+        same = mask[:, 0] == ((position <= last) & keys[:, None])
+        if bool((same | ~mask[:, 0].any(-1, keepdim=True)).all()):
             options = options if length > 1 else {}
             return Said(Visibility(options, num_keys), None if bool(keys.all()) else keys)
     read = _read(lambda block: mask[:, 0, block].cpu().numpy(), mask.shape, mask.device, None)
