@@ -364,6 +364,52 @@ def test_a_checkpoint_is_computed_again_in_its_precision_or_refused():
         second.sum().backward()
 
 
+PLAIN_CALLS: dict[str, Any] = {
+    "linear": lambda *qkv: plain(*qkv, PHI),
+    "linear, causal": lambda *qkv: plain(*qkv, PHI, is_causal=True),
+    "softmax": linattn.softmax_attention,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_CALLS)
+def test_an_eager_call_is_the_plain_one(name):
+    """One node of the tape, which keeps states for the pullback and can be differentiated twice."""
+    leaves = [array.clone().requires_grad_() for array in QKV]
+    outputs = [call(*leaves) for call in (CALLS[name], PLAIN_CALLS[name])]
+    assert type(outputs[0].grad_fn) is type(outputs[1].grad_fn)
+    assert type(outputs[0].grad_fn).__name__ == "AttendBackward"
+    first, second = (torch.autograd.grad(output.square().sum(), leaves) for output in outputs)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    few = [leaf[:1, :3].detach().requires_grad_() for leaf in leaves]
+    assert torch.autograd.gradgradcheck(CALLS[name], few, fast_mode=True)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_pass_inside_of_autocast_is_not_cast(again):
+    leaf = NARROW[0].clone().requires_grad_()
+    outputs = [
+        *(CALLS[name](leaf, *NARROW[1:]) for name in EACH_KIND),
+        plain(leaf, *NARROW[1:], PHI),
+    ]
+    for output in outputs:
+        options: dict[str, Any] = {"create_graph": again, "retain_graph": True}
+        (want,) = torch.autograd.grad(output, leaf, torch.ones_like(output), **options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (got,) = torch.autograd.grad(output, leaf, torch.ones_like(output), **options)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_biases_of_offsets_are_constants():
+    leaves = [array.clone().requires_grad_() for array in QKV]
+    bias = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    output = interop.softmax_attention(*leaves, window_bias=bias)
+    assert type(output.grad_fn).__name__ == "AttendBackward"
+    output.sum().backward()
+    assert bias.grad is None
+    assert leaves[0].grad is not None
+
+
 def test_a_program_runs_where_its_calls_were_never_made(monkeypatch):
     from linattn.interop.torch import _node
 

@@ -374,9 +374,10 @@ def on_tape(
 ) -> tuple[Array, State | None, Array | None] | None:
     """Return what ``solve`` does, as one node of torch's tape; None without a pullback for it."""
     kind = node.Kind(_tape_arrays, _with_arrays, partial(_solve, solve), _pull_node)
-    if not (_has_pullback(problem) and node.is_covered(kind, problem)):
+    found = node.on_tape(kind, problem, return_state) if _has_pullback(problem) else None
+    if found is None:
         return None
-    output, *rest = node.apply(kind, problem, return_state)
+    output, *rest = found
     if not return_state:
         return output, None, None
     (kvz, log_scale), before = rest, 0 if problem.state is None else problem.state.length

@@ -209,7 +209,8 @@ def step_at_home(step: Callable[..., Any], tokens: Any, state: Any, feature_map:
 
 def wants_gradients(problem: Problem | Recurrence) -> bool:
     """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
-    if isinstance(problem.query, np.ndarray):
+    query = problem.query
+    if not (array_api_compat.is_torch_array(query) or array_api_compat.is_jax_array(query)):
         return False
     return any(primal(x) is not x for x in _arrays_of(problem))
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import array_api_compat
+import numpy as np
 
 from linattn._arrays import dtype_bits
 from linattn._generic.feature_vjps import sum_to
@@ -38,16 +39,16 @@ class Kind(NamedTuple):
     """``pull(problem, stored, results, *cotangents)``: gradients by name."""
 
 
-def is_covered(kind: Kind, problem: Any) -> bool:
-    """Whether all gradients that are asked for are of arrays of this kind, and all is at home."""
-    bare = {name: primal(x) for name, x in kind.arrays(problem).items() if x is not None}
-    home = home_of(bare["query"])
-    return home is not None and home.covers(kind.insert(problem, bare))
+def on_tape(kind: Kind, problem: Any, return_state: bool) -> Any:
+    """Return the results of a problem, as one node of the tape.
 
-
-def apply(kind: Kind, problem: Any, return_state: bool) -> Any:
-    """Return the results of a problem, as one node of the tape."""
+    None if not all gradients that are asked for are of arrays of this kind, or not all is at home.
+    """
     arrays = {name: x for name, x in kind.arrays(problem).items() if x is not None}
+    values = {name: primal(x) for name, x in arrays.items()}
+    home = home_of(values["query"])
+    if home is None or not home.covers(kind.insert(problem, values)):
+        return None
     bare = kind.insert(problem, dict.fromkeys(arrays))
     call = _Call(kind, bare, return_state, tuple(arrays))
     if array_api_compat.is_jax_array(problem.query):
@@ -97,14 +98,15 @@ def _node() -> Any:
             saved = ctx.saved_tensors[: ctx.count]
             tensors, results = saved[:count], saved[count:]
             results = results if call.keeps_output else (None, *results)
-            problem = call.problem(tensors)
             again, home = torch.is_grad_enabled(), home_of(tensors[0])
-            if again or home is None or not home.covers(cotangents):
-                with torch.enable_grad():
-                    found = _pull_again(call, tensors, results, cotangents, again)
-                return None, *found
-            found = call.kind.pull(problem, ctx.stored, results, *cotangents)
-            return None, *(found[name] for name in call.names)
+            # torch computes in the mode of whoever starts the backward pass.
+            with torch.autocast(tensors[0].device.type, enabled=False), np.errstate(all="ignore"):
+                if again or home is None or not home.covers(cotangents):
+                    with torch.enable_grad():
+                        found = _pull_again(call, tensors, results, cotangents, again)
+                    return None, *found
+                found = call.kind.pull(call.problem(tensors), ctx.stored, results, *cotangents)
+                return None, *(found[name] for name in call.names)
 
     return Attend
 

@@ -370,7 +370,8 @@ def attend(problem: Recurrence) -> tuple[Array, Array]:
     """Do as `solve`, as one node of torch's tape if torch asks for gradients."""
     if wants_gradients(problem):
         kind = node.Kind(_tape_arrays, _with_arrays, _solve_node, _pull_node)
-        if node.is_covered(kind, problem):
-            output, state = node.apply(kind, problem, True)
+        found = node.on_tape(kind, problem, True)
+        if found is not None:
+            output, state = found
             return output, state
     return solve(problem)

@@ -1,8 +1,8 @@
 """Attention inside frameworks with a gradient of their own, in constant extra memory.
 
-On arrays of torch and JAX :func:`linattn.linear_attention` is differentiated by the framework,
-which keeps every block for the backward pass. The functions here are the same functions with
-linattn's pullback in its place: nothing but the arguments is stored.
+The functions of :mod:`linattn.interop.torch` and :mod:`linattn.interop.jax` are those of linattn.
+Compilers and transforms of torch see one operator there, with linattn's pullback. On arrays of
+JAX they take arrays of NumPy too.
 :mod:`linattn.interop.transformers` puts attention into the models of transformers, and
 :mod:`linattn.interop.onnx` writes model files. No framework is imported before its module, such as
 :mod:`linattn.interop.torch` or :mod:`linattn.interop.jax`, is used.

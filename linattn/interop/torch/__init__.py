@@ -1,4 +1,4 @@
-"""Attention for torch's autograd that keeps nothing but its arguments for the backward pass."""
+"""Attention of tensors, as one operator where torch compiles, exports or transforms a call."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ shapes of its results while torch traces it, and to make of them what the caller
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from linattn._driver.problem import exact_problem, map_specs, num_features_of
 from linattn._driver.stamps import axes_behind_first
 from linattn._fingerprints import map_fingerprint
 from linattn.gradients import differentiable_problem, pullback_of
-from linattn.typing import Array, FeatureMap, Recurrence, State
+from linattn.typing import Array, FeatureMap, Problem, Recurrence, State
 
 if TYPE_CHECKING:
     from linattn.interop.torch._node import Call
@@ -55,7 +56,7 @@ def _accumulation_dtype(named: Named, call: Call) -> Any:
 
 
 def _output(named: Named, call: Call, leads: Any = (), before: Any = None) -> Any:
-    """Shape and dtype of the output, leading axes of the states after a call, and of one state."""
+    """Shape and dtype of the output, and the leading axes of the states after a call."""
     query, key, value = (named[name] for name in TOKENS)
     borders = call.constants["cu_seqlens"]
     if before is not None:
@@ -63,13 +64,13 @@ def _output(named: Named, call: Call, leads: Any = (), before: Any = None) -> An
     lead = torch.broadcast_shapes(key.shape[:-2], value.shape[:-2], *leads)
     front = lead if borders is None else (len(borders) - 1, *lead)
     outer = torch.broadcast_shapes(query.shape[:-2], lead)
-    return ((*outer, query.shape[-2], value.shape[-1]), query.dtype), front, lead
+    return ((*outer, query.shape[-2], value.shape[-1]), query.dtype), front
 
 
-# Linear attention -------------------------------------------------------------------------------
+# Attention --------------------------------------------------------------------------------------
 
 
-def _linear_problem(named: Named, call: Call, length: int) -> Any:
+def _linear_problem(named: Named, call: Call, length: int) -> Problem:
     options = _options(named, call)
     if "kvz" in named:
         known = {name: call.constants[name] for name in ("fingerprint", "num_sequences")}
@@ -77,34 +78,47 @@ def _linear_problem(named: Named, call: Call, length: int) -> Any:
     return differentiable_problem(*(named[name] for name in TOKENS), **options)
 
 
-def _solve_linear(named: Named, call: Call, length: int) -> list[Array]:
-    problem = _linear_problem(named, call, length)
-    wanted = call.constants["return_state"]
+def _exact_problem(named: Named, call: Call, _: int) -> Problem:
+    options = _options(named, call)
+    sides = [options.pop(f"far_bias[{i}]", None) for i in range(2)]
+    if any(side is not None for side in sides):
+        options["far_bias"] = tuple(sides)
+    return exact_problem(*(named[name] for name in TOKENS), **options)
+
+
+def _solve(problem_of: Any, named: Named, call: Call, length: int) -> list[Array]:
+    problem, wanted = problem_of(named, call, length), call.returns_scale
     output, state, _ = forward.attend(problem, return_state=wanted)
-    return [output] if state is None else [output, state.kvz, state.log_scale]
+    return [output, state.kvz, state.log_scale] if wanted and state is not None else [output]
 
 
-def _pull_linear(named: Named, scale: Any, cotangents: Any, call: Call, length: int) -> Named:
+def _pull(
+    problem_of: Any, named: Named, scale: Any, cotangents: Any, call: Call, length: int
+) -> Named:
     weights = {name: named.get(name) for name in ("key_bias", "log_decay")}
-    pullback = pullback_of(_linear_problem(named, call, length), weights, *scale)
+    pullback = pullback_of(problem_of(named, call, length), weights, *scale)
     names = [n for n in (*TOKENS, "kvz", *weights) if n in named]
     return dict(zip(names, pullback(*cotangents), strict=True))
+
+
+def _exact_shapes(named: Named, call: Call) -> list[Any]:
+    return [_output(named, call)[0]]
 
 
 def _linear_shapes(named: Named, call: Call) -> list[Any]:
     feature_map = call.constants["feature_map"]
     leads = map(_generic.spec_lead, map_specs(feature_map, np, np.float64, "cpu"))
-    output, front, _ = _output(named, call, leads, named.get("kvz"))
-    if not call.constants["return_state"]:
+    output, front = _output(named, call, leads, named.get("kvz"))
+    if not call.returns_scale:
         return [output]
     m = num_features_of(feature_map, "query and key", int(named["key"].shape[-1]))
     e, dtype = named["value"].shape[-1], _accumulation_dtype(named, call)
     return [output, ((*front, m, e + 1), dtype), ((*front, m), dtype)]
 
 
-def _linear_answer(results: list[Array], named: Named) -> Any:
+def _answer(results: list[Array], named: Named) -> Any:
     output, *parts = results
-    return (output, _state_after(*parts, named)) if named["return_state"] else output
+    return (output, _state_after(*parts, named)) if parts else output
 
 
 def _state_after(kvz: Array, log_scale: Array, named: Named) -> State:
@@ -166,84 +180,47 @@ def widest(device: str) -> torch.dtype:
     return torch.float64 if has_float64(torch.empty(0, device=device)) else torch.float32
 
 
-# Softmax attention ------------------------------------------------------------------------------
-
-
-def _exact_problem(named: Named, call: Call) -> Any:
-    options = _options(named, call)
-    sides = [options.pop(f"far_bias[{i}]", None) for i in range(2)]
-    if any(side is not None for side in sides):
-        options["far_bias"] = tuple(sides)
-    return exact_problem(*(named[name] for name in TOKENS), **options)
-
-
-def _solve_softmax(named: Named, call: Call, _: int) -> list[Array]:
-    return [forward.attend(_exact_problem(named, call), return_state=False)[0]]
-
-
-def _pull_softmax(named: Named, _: Any, cotangents: Any, call: Call, length: int) -> Named:
-    weights = {"key_bias": named.get("key_bias")}
-    gradients = pullback_of(_exact_problem(named, call), weights)(*cotangents)
-    names = [name for name in (*TOKENS, "key_bias") if name in named]
-    return dict(zip(names, gradients, strict=True))
-
-
-def _softmax_shapes(named: Named, call: Call) -> list[Any]:
-    return [_output(named, call)[0]]
-
-
-def _softmax_answer(results: list[Array], _: Named) -> Array:
-    return results[0]
-
-
 # Recurrences ------------------------------------------------------------------------------------
 
 
 def _solve_recurrence(named: Named, call: Call, _: int) -> list[Array]:
     answer: Any = recurrences.linear_recurrence(**{**call.constants, **named})
     if call.constants["return_states_every"] is not None:
-        # One array: two results have gradients.
-        states = [*answer[1:-1], *answer[-1]]
-        return [answer[0], torch.stack(states)] if states else [answer[0]]
+        return [*answer[:-1], *answer[-1]]
     return [*answer] if call.constants["return_state"] else [answer]
 
 
 def _pull_recurrence(named: Named, _: Any, cotangents: Any, call: Call, length: int) -> Named:
     pullback = recurrences.linear_recurrence_vjp(**{**call.constants, **named})[1]
     grad_output, *rest = cotangents
-    if call.constants["return_states_every"] is not None:
-        rest = [grad for grads in rest for grad in grads]
     grad_state = rest.pop(0) if call.constants["return_state"] else None
     names = [name for name in (*Recurrence.TOKENS, "initial_state") if name in named]
     return dict(zip(names, pullback(grad_output, grad_state, rest or None), strict=True))
 
 
 def _recurrence_shapes(named: Named, call: Call) -> list[Any]:
-    key, returns_state = named["key"], call.constants["return_state"]
+    key, every = named["key"], call.constants["return_states_every"]
     gates = [named[name] for name in Recurrence.TOKENS[3:] if name in named]
     leads = [x.shape[: -2 if x.ndim == key.ndim else -1] for x in gates]
-    output, front, lead = _output(named, call, leads, named.get("initial_state"))
-    interval = call.constants["return_states_every"]
-    if interval is not None:
-        front = (int(returns_state) + key.shape[-2] // interval, *lead)
-    if not returns_state and (interval is None or not front[0]):
-        return [output]
-    of_states = (*front, key.shape[-1], named["value"].shape[-1])
-    return [output, (of_states, _accumulation_dtype(named, call))]
+    output, front = _output(named, call, leads, named.get("initial_state"))
+    shape = (*front, key.shape[-1], named["value"].shape[-1])
+    count = int(call.constants["return_state"]) + (int(key.shape[-2] // every) if every else 0)
+    return [output, *[(shape, _accumulation_dtype(named, call))] * count]
 
 
 def _recurrence_answer(results: list[Array], named: Named) -> Any:
     output, *states = results
-    every = named["return_states_every"] is not None
-    if every:
-        states = [state for stacked in states for state in stacked]
     extra: list[Any] = [states.pop(0)] if named["return_state"] else []
-    extra += [states] if every else []
+    extra += [] if named["return_states_every"] is None else [states]
     return (output, *extra) if extra else output
 
 
+def _of_attention(problem_of: Any, shapes: Any) -> Kind:
+    return Kind(partial(_solve, problem_of), partial(_pull, problem_of), shapes, _answer)
+
+
 KINDS = {
-    "linear": Kind(_solve_linear, _pull_linear, _linear_shapes, _linear_answer),
-    "softmax": Kind(_solve_softmax, _pull_softmax, _softmax_shapes, _softmax_answer),
+    "linear": _of_attention(_linear_problem, _linear_shapes),
+    "softmax": _of_attention(_exact_problem, _exact_shapes),
     "recurrence": Kind(_solve_recurrence, _pull_recurrence, _recurrence_shapes, _recurrence_answer),
 }

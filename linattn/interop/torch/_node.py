@@ -45,10 +45,14 @@ class Call:
         """Return the first tensors, which are arguments, by name."""
         return dict(zip(self.names, tensors, strict=False))
 
+    @property
+    def returns_scale(self) -> bool:
+        """Whether the third result is the scale of a state, which has no gradient."""
+        return self.kind == "linear" and self.constants["return_state"]
+
     def after(self, tensors: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         """Return those after the arguments: the scale of a returned state, and cotangents."""
-        returns_scale = self.kind == "linear" and self.constants["return_state"]
-        begin = len(self.names) + int(returns_scale)
+        begin = len(self.names) + int(self.returns_scale)
         return tensors[len(self.names) : begin], tensors[begin:]
 
     def content(self) -> str:
@@ -261,9 +265,10 @@ for _op, _shapes in SHAPES.items():
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.length, ctx.name = inputs
     ctx.call = find(ctx.name)
-    # Of the results only the scale of the state is read.
-    saved = [*tensors, *output[2:3]]
+    scale = output[2:] if ctx.call.returns_scale else ()
+    saved = [*tensors, *scale]
     ctx.count = len(saved)
+    ctx.mark_non_differentiable(*scale)
     # torch's checkpointing counts what is saved: with the setting one tensor more.
     marks = [tensors[0].new_empty(0)] * (ctx.call.policy.precision == "float64")
     ctx.save_for_backward(*saved, *marks)
@@ -271,7 +276,8 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, cotangents: Any, pull: Any) -> list[Array | None]:
     saved = ctx.saved_tensors[: ctx.count]
-    found = iter(pull([*saved, *cotangents[:2]], ctx.length, ctx.name))
+    used = cotangents[:2] if ctx.call.returns_scale else cotangents
+    found = iter(pull([*saved, *used], ctx.length, ctx.name))
     return [next(found) if name in DIFFERENTIABLE else None for name in ctx.call.names]
 
 
@@ -302,7 +308,6 @@ class _Attend(torch.autograd.Function):  # type: ignore[misc]
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         length, name, *tensors = inputs
         _keep(ctx, (tensors, length, name), output)
-        ctx.mark_non_differentiable(*output[2:3])
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention for torch's autograd that keeps nothing but its arguments for the backward pass."""
+"""The functions of linattn as torch compiles, exports and transforms them: their signatures."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def linear_attention(
 
     Notes
     -----
-    Extra memory as of :func:`linattn.linear_attention_vjp`. The gradient cannot be differentiated
-    again; :func:`linattn.linear_attention` itself can.
+    Extra memory as of :func:`linattn.linear_attention_vjp`. Where torch compiles or transforms a
+    call, its gradient cannot be differentiated again; that of :func:`linattn.linear_attention` can.
 
     Inside ``torch.autocast`` query, key and value are cast to the dtype of the context, as torch
     does for ``scaled_dot_product_attention``; other arguments are not cast. States are float32,
@@ -162,7 +162,8 @@ def softmax_attention(
 
     Notes
     -----
-    The gradient cannot be differentiated again; :func:`linattn.softmax_attention` itself can.
+    Where torch compiles or transforms a call, its gradient cannot be differentiated again; that of
+    :func:`linattn.softmax_attention` can.
 
     Inside ``torch.autocast`` as :func:`linear_attention`.
     """
@@ -216,8 +217,8 @@ def linear_recurrence(
     Notes
     -----
     The backward pass solves the recurrence again: it takes some four times as long as the forward
-    pass, and nothing but the arguments is stored. The gradient cannot be differentiated again;
-    :func:`linattn.linear_recurrence` itself can.
+    pass, and nothing but the arguments is stored. Where torch compiles or transforms a call, its
+    gradient cannot be differentiated again; that of :func:`linattn.linear_recurrence` can.
 
     Inside ``torch.autocast`` as :func:`linear_attention`.
 

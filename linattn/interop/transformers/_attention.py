@@ -8,8 +8,9 @@ import torch
 
 from linattn.functional import linear_attention, softmax_attention
 from linattn.interop import torch as of_torch
+from linattn.interop._visibility import Visibility
 from linattn.interop.transformers._cache import StateLayer
-from linattn.interop.transformers._masks import EAGER, KEYS, MaskOfPairs, Said, given_mask, reject
+from linattn.interop.transformers._masks import EAGER, KEYS, MaskOfPairs, given_mask, reject
 from linattn.typing import FeatureMap
 
 
@@ -22,7 +23,7 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     """Of :func:`linattn.softmax_attention`, masks included."""
     scale: float
-    mask: Said
+    mask: Visibility
     cache: StateLayer | None
     extra: dict[str, Any]
     """Sinks and biases."""
@@ -63,14 +64,14 @@ def attend_in_layer(
     scale = given.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     packed = given.get("cu_seq_lens_q")
-    if packed is not None and len(packed) > 2 and "cu_seqlens" not in mask.seen.options:
+    if packed is not None and len(packed) > 2 and "cu_seqlens" not in mask.options:
         reject("cu_seq_lens_q= without position_ids=", "pass both, and use_cache=False")
     if given.get("sliding_window"):
         mask = mask._replace(is_window=True)
-    shape, before = (*query.shape[:-1], value.shape[-1]), mask.seen.before
+    shape, before = (*query.shape[:-1], value.shape[-1]), mask.before
     query = torch.nn.functional.pad(query, (0, 0, before, 0)) if before else query
     out = attend(_call(query, key, value, mask, scale, cache, extra))
-    if mask.seen.is_flat:
+    if mask.is_flat:
         out = out.unflatten(-2, (query.shape[0], query.shape[-2])).movedim(-3, 0)
     out = out[..., before:, :].reshape(shape)
     return out.transpose(1, 2).contiguous(), None
@@ -89,26 +90,25 @@ def _check_sizes(mask: Any, query: Any, key: Any, cache: Any) -> None:
 
 
 def _call(
-    query: Any, key: Any, value: Any, mask: Said, scale: float, cache: Any, extra: Any
+    query: Any, key: Any, value: Any, mask: Visibility, scale: float, cache: Any, extra: Any
 ) -> _Call:
     """Group heads; give masks the axes of heads."""
     group = query.shape[1] // key.shape[1]
     if group > 1:
         query = query.unflatten(1, (key.shape[1], group))
         key, value = key.unsqueeze(2), value.unsqueeze(2)
-    seen, keys = mask.seen, mask.key_mask
-    options = dict(seen.options)
-    if seen.is_flat:
+    options, keys = dict(mask.options), mask.key_mask
+    if mask.is_flat:
         query, key, value = (x.movedim(0, -3).flatten(-3, -2) for x in (query, key, value))
         keys = None if keys is None else keys.reshape(1, -1)
     elif cache is not None:
         keys = None if keys is None else keys[:, -key.shape[-2] :]
-    elif seen.num_keys < key.shape[-2]:
-        key, value = (x[..., : seen.num_keys, :] for x in (key, value))
-        keys = None if keys is None else keys[:, : seen.num_keys]
-    heads = (1,) * (query.ndim - 2 - (not seen.is_flat))
+    elif mask.num_keys < key.shape[-2]:
+        key, value = (x[..., : mask.num_keys, :] for x in (key, value))
+        keys = None if keys is None else keys[:, : mask.num_keys]
+    heads = (1,) * (query.ndim - 2 - (not mask.is_flat))
     if keys is not None:
-        options["key_mask"] = keys.reshape(*keys.shape[: not seen.is_flat], *heads, keys.shape[-1])
+        options["key_mask"] = keys.reshape(*keys.shape[: not mask.is_flat], *heads, keys.shape[-1])
     stops = options.get("key_stop")
     if stops is not None and stops.ndim == 2:
         options["key_stop"] = stops.reshape(len(stops), *heads, -1)
@@ -152,7 +152,7 @@ def _bias(bias: Any, call: _Call) -> dict[str, Any]:
     if not bias.requires_grad and not bool(bias.any()):
         return {}
     bias = bias[..., :num_keys]
-    if bias.shape[0] != 1 or call.mask.seen.before or "cu_seqlens" in call.options:
+    if bias.shape[0] != 1 or call.mask.before or "cu_seqlens" in call.options:
         reject("position_bias that differs in a batch")
     bias = bias[0].reshape(*call.query.shape[1:-2], length, num_keys)
     if length == 1:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from linattn.interop import _visibility
-from linattn.interop._bounds import WIDE, band_of, bounds_of
-from linattn.interop._visibility import Visibility
+from linattn.interop._visibility import WIDE, Visibility, band_of, bounds_of, read_rows
 
 EAGER = 'use model.set_attn_implementation("eager")'
 KEYS = "use a DynamicCache"
@@ -21,16 +19,6 @@ def reject(problem: str, remedy: str = EAGER) -> Any:
     raise NotImplementedError(
         f"attn_implementation must suit the model: linattn has no {problem}; {remedy}"
     )
-
-
-class Said(NamedTuple):
-    """What a mask of pairs says."""
-
-    seen: Visibility
-    key_mask: Any = None
-    """(batch, S) boolean."""
-    is_window: bool = False
-    """Whether it hides keys far before a query, even if all keys are near so far."""
 
 
 def _computed(*_: Any, **__: Any) -> Any:
@@ -51,7 +39,7 @@ class MaskOfPairs(BlockMask):  # type: ignore[misc]
 
     def __init__(self, shape: tuple[int, ...], device: Any, read: Any) -> None:
         self.shape, self.device, self._read = shape, device, read
-        self._said: Said | None = None
+        self._said: Visibility | None = None
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(torch.Tensor, name) and not name.startswith("__"):
@@ -59,7 +47,7 @@ class MaskOfPairs(BlockMask):  # type: ignore[misc]
         raise AttributeError(name)
 
     @property
-    def said(self) -> Said:
+    def said(self) -> Visibility:
         """What it says, read by the first layer that uses it: some masks are used by none."""
         if self._said is None:
             self._said = self._read()
@@ -87,14 +75,15 @@ def make_mask(batch_size: int, q_length: int, kv_length: int, **given: Any) -> A
     return MaskOfPairs(shape, device, partial(_say, shape, offsets, padding, device, how))
 
 
-def _say(shape: Any, offsets: Any, padding: Any, device: Any, how: dict[str, Any]) -> Said:
+def _say(shape: Any, offsets: Any, padding: Any, device: Any, how: dict[str, Any]) -> Visibility:
     """Read a mask of transformers from its function: by symbols, or else row by row."""
     bounds = bounds_of(how["mask_function"])
     seen = None if bounds is None else band_of(bounds, shape, offsets[0] - offsets[1])
     if seen is None:
-        rows = partial(_rows, shape, offsets, how)
-        seen, padding = _read(rows, shape, device, padding)
-    return Said(seen, padding, bounds is not None and bounds.low > -WIDE)
+        seen = _read(partial(_rows, shape, offsets, how), shape, device, padding)
+    else:
+        seen = seen._replace(key_mask=padding)
+    return seen._replace(is_window=bounds is not None and bounds.low > -WIDE)
 
 
 def _rows(shape: Any, offsets: Any, how: dict[str, Any], block: slice) -> Any:
@@ -109,28 +98,29 @@ def _rows(shape: Any, offsets: Any, how: dict[str, Any], block: slice) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _read(rows: Any, shape: Any, device: Any, padding: Any) -> tuple[Visibility, Any]:
+def _read(rows: Any, shape: Any, device: Any, padding: Any = None) -> Visibility:
     """Read which keys queries see; one query sees any keys at all, by a mask of keys."""
     length, num_keys = shape[-2:]
     if length != 1:
-        seen = _visibility.read_rows(rows, length, num_keys)
-        return reject("masks of this pattern") if seen is None else seen, padding
+        seen = read_rows(rows, length, num_keys) or reject("masks of this pattern")
+        return seen._replace(key_mask=padding)
     row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=device)
     if not bool(row.any(-1).all()):
         reject("masks that hide all keys")
     if bool(row.all()):
-        return Visibility({}, num_keys), padding
-    return Visibility({"row": True}, num_keys), row if padding is None else row & padding
+        return Visibility({}, num_keys, key_mask=padding)
+    row = row if padding is None else row & padding
+    return Visibility({"row": True}, num_keys, key_mask=row)
 
 
-def given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> Said:
+def given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> Visibility:
     """Read what a layer gives in the place of a mask of ours."""
     length, num_keys = query.shape[-2], key.shape[-2]
     if mask is None:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if is_causal and length > 1 and length != num_keys:
             reject(f"causal attention of {length} queries to {num_keys} keys without a mask")
-        return Said(Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys))
+        return Visibility({"is_causal": True} if is_causal and length > 1 else {}, num_keys)
     if mask.ndim != 4 or mask.shape[1] != 1:
         reject(f"masks of shape {tuple(mask.shape)}, one for each head")
     if mask.dtype != torch.bool:
@@ -143,7 +133,7 @@ def given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> 
     return _dense(mask.expand(-1, -1, length, num_keys))
 
 
-def _dense(mask: Any) -> Said:
+def _dense(mask: Any) -> Visibility:
     """Read a mask (batch, 1, L, S) that a user or a model made: padding and a pattern in one."""
     length, num_keys = mask.shape[-2:]
     keys, position = mask[:, 0].any(1), torch.arange(num_keys, device=mask.device)
@@ -153,6 +143,5 @@ def _dense(mask: Any) -> Said:
         same = mask[:, 0] == ((position <= last) & keys[:, None])
         if bool((same | ~mask[:, 0].any(-1, keepdim=True)).all()):
             options = options if length > 1 else {}
-            return Said(Visibility(options, num_keys), None if bool(keys.all()) else keys)
-    read = _read(lambda block: mask[:, 0, block].cpu().numpy(), mask.shape, mask.device, None)
-    return Said(*read)
+            return Visibility(options, num_keys, key_mask=None if bool(keys.all()) else keys)
+    return _read(lambda block: mask[:, 0, block].cpu().numpy(), mask.shape, mask.device)
