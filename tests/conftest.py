@@ -66,6 +66,7 @@ JAX_FILES = {
     "test_benchmarks.py",
     "test_dispatch.py",
     "test_home.py",
+    "test_interop.py",
     "test_layers_hybrids.py",
     "test_readme.py",
     "test_reparametrized.py",

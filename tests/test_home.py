@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import tracemalloc
 from functools import partial
 from typing import Any
@@ -178,6 +180,14 @@ def test_drawn_gradients_of_all_options_are_numpys(library, seed):
             leaves = [x.requires_grad_() for x in arrays]
             attend(*leaves).backward(library(cotangent))
             found = [x.grad for x in leaves]
+            torch = pytest.importorskip("torch")
+            door = getattr(importlib.import_module("linattn.interop.torch"), kind)
+            if {*given} <= {*inspect.signature(door).parameters}:
+                more = given | dict(zip(weights, leaves[3:], strict=True))
+                output = door(*leaves[:3], *phi, **more)
+                again = torch.autograd.grad(output, leaves, library(cotangent))
+                for got, wanted in zip(again, found, strict=True):
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         else:
             jax = pytest.importorskip("jax")
             found = jax.vjp(attend, *arrays)[1](library(cotangent))

@@ -383,9 +383,13 @@ def test_signatures_are_those_of_the_functions(framework):
     }
     for name in functions:
         function = getattr(module, name)
-        own = inspect.signature(function).parameters
+        own = [*inspect.signature(function).parameters]
         known = inspect.signature(getattr(linattn, name)).parameters
-        assert list(own) == [parameter for parameter in known if parameter not in no_gradient[name]]
+        if framework == "jax":  # whose functions pass all others on
+            assert own[-1] == "options"
+            assert {*own[:-1]} < {*known}
+            continue
+        assert own == [parameter for parameter in known if parameter not in no_gradient[name]]
         assert inspect.getdoc(function)
 
 

@@ -1,5 +1,6 @@
 """Exact attention of torch's CPU tensors by torch's own operator, where it computes the same.
 
+Called by :func:`linattn._home.at_home` in place of the driver's forward pass and pullback.
 ``scaled_dot_product_attention`` has no windows, sinks, offsets and stops; no bias of keys that has
 a gradient; no mask beside ``is_causal``; and numbers that are not finite, which a mask hides, reach
 other rows. Such problems are left to NumPy, as float16 and bfloat16 are, whose weights it rounds.

@@ -1,11 +1,15 @@
 """Calls whose gradients torch or JAX asks for: one node of its tape, forward and backward at home.
 
+The driver calls :func:`on_tape`, for attention and for recurrences; so do the eager calls of
+:mod:`linattn.interop.torch`.
+
 The node keeps the arrays of the problem and some states, as a pullback of
 :func:`linattn.linear_attention_vjp` does. A backward pass that is to be differentiated again
 (``create_graph=True``), or mapped, repeats the call by code of the library. So does every call that
 the driver has no pullback for, or in which there is a gradient by another array, such as a
 parameter of a map. JAX's node is of eager reverse mode: JAX itself differentiates calls that it
-compiles or maps, and forward mode.
+compiles or maps, and forward mode. What torch compiles or transforms is the operator of
+:mod:`linattn.interop.torch`, or generic code.
 """
 
 from __future__ import annotations

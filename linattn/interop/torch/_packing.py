@@ -1,4 +1,7 @@
-"""Feature maps and options as text that any process can read; reading it runs no code."""
+"""Feature maps and options as text that any process can read; reading it runs no code.
+
+For calls in an exported program, and for the map in the state dict of a module.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`torch.func.vmap` of the operators: a batch is one more leading axis."""
+"""`torch.func.vmap` of the operators: a batch is one more leading axis.
+
+Importing this module registers it.
+"""
 
 from __future__ import annotations
 

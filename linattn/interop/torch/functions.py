@@ -1,4 +1,8 @@
-"""The functions of linattn as torch compiles, exports and transforms them: their signatures."""
+"""The functions of linattn as torch compiles, exports and transforms them.
+
+A function has its signature and its docstring here. What it does is written once, in
+:func:`linattn.interop.torch._node.operator_of`.
+"""
 
 from __future__ import annotations
 

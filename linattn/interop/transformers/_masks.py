@@ -1,4 +1,7 @@
-"""Masks of transformers, and the options that say the same."""
+"""Masks of transformers, and the options that say the same.
+
+transformers calls :func:`make_mask`; the attention of a layer reads its result, or another mask.
+"""
 
 from __future__ import annotations
 
