@@ -351,14 +351,13 @@ def test_a_program_keeps_its_precision_or_refuses_another():
     assert wide(*NARROW).dtype == torch.float64
 
 
-def test_a_checkpoint_is_computed_again_in_its_precision_or_refused():
+@pytest.mark.parametrize("call", [_softmax(True), lambda *qkv: plain(*qkv, PHI)])
+def test_a_checkpoint_is_computed_again_in_its_precision_or_refused(call):
     from torch.utils.checkpoint import CheckpointError, checkpoint
 
     leaf = NARROW[0].clone().requires_grad_()
     with linattn.config(precision="float64"):
-        first, second = (
-            checkpoint(_softmax(True), leaf, *NARROW[1:], use_reentrant=False) for _ in range(2)
-        )
+        first, second = (checkpoint(call, leaf, *NARROW[1:], use_reentrant=False) for _ in range(2))
         first.sum().backward()
     with pytest.raises(CheckpointError, match="number of tensors"):
         second.sum().backward()
