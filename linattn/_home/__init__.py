@@ -198,21 +198,24 @@ def step_at_home(step: Callable[..., Any], tokens: Any, state: Any, feature_map:
         return None
     if any(isinstance(x, np.ndarray) for x in (*tokens, state.kvz, state.log_scale)):
         return None
+    view, give = home.view, home.give
     try:
-        found = step(*home.record(tokens), home.record(state), feature_map)
+        before = state._replace(kvz=view(state.kvz), log_scale=view(state.log_scale))
+        output, after = step(*map(view, tokens), before, feature_map)
     except (Abroad, AttributeError, TypeError, ValueError):
         # Of a mistake the caller's own arrays tell.
         return None
     _dispatch.note_home(home.namespace, _arrays.namespace(tokens[0]))
-    return home.results(found)
+    return give(output), after._replace(kvz=give(after.kvz), log_scale=give(after.log_scale))
 
 
 def wants_gradients(problem: Problem | Recurrence) -> bool:
     """Whether torch, or JAX in eager reverse mode, asks for gradients by arrays of a problem."""
     query = problem.query
-    if not (array_api_compat.is_torch_array(query) or array_api_compat.is_jax_array(query)):
-        return False
-    return any(primal(x) is not x for x in _arrays_of(problem))
+    may = array_api_compat.is_jax_array(query)
+    if array_api_compat.is_torch_array(query):
+        may = sys.modules["torch"].is_grad_enabled()
+    return may and any(primal(x) is not x for x in _arrays_of(problem))
 
 
 def primal(array: Any) -> Any:

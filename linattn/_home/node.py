@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     solve: Callable[..., tuple[list[Array], Any]]
     """``solve(problem, return_state)``: the results, and intermediate ones for the pullback."""
     pull: Callable[..., Arrays]
-    """``pull(problem, stored, results, *cotangents)``: gradients by name."""
+    """``pull(problem, stored, kept, *cotangents)``: gradients by name."""
 
 
 def on_tape(kind: Kind, problem: Any, return_state: bool) -> Any:
@@ -68,10 +68,10 @@ class _Call(NamedTuple):
     return_state: bool
     names: tuple[str, ...]
 
-    @property
-    def keeps_output(self) -> bool:
-        """Whether the pullback reads the output, as the one of exact attention does."""
-        return isinstance(self.bare, Problem) and not self.bare.num_features
+    def kept(self, results: list[Array]) -> list[Array]:
+        """Return the result that a pullback reads: the scale of a state, or the exact output."""
+        is_exact = isinstance(self.bare, Problem) and not self.bare.num_features
+        return results[:1] if is_exact else results[2:]
 
     def problem(self, tensors: Any) -> Any:
         return self.kind.insert(self.bare, dict(zip(self.names, tensors, strict=True)))
@@ -87,7 +87,7 @@ def _node() -> Any:
         @staticmethod
         def forward(ctx: Any, call: _Call, *tensors: Array) -> Any:
             results, ctx.stored = call.kind.solve(call.problem(tensors), call.return_state)
-            kept = results[0 if call.keeps_output else 1 :]
+            kept = call.kept(results)
             ctx.call, ctx.count = call, len(tensors) + len(kept)
             # torch's checkpointing counts them: float64 keeps one more, lest it is another's again.
             marks = [tensors[0].new_empty(0)] * (dtype_bits(call.bare.dtype) == 64)
@@ -100,40 +100,37 @@ def _node() -> Any:
             call, count = ctx.call, len(ctx.call.names)
             # Once: torch's checkpointing gives them once.
             saved = ctx.saved_tensors[: ctx.count]
-            tensors, results = saved[:count], saved[count:]
-            results = results if call.keeps_output else (None, *results)
+            tensors, kept = saved[:count], saved[count:]
             again, home = torch.is_grad_enabled(), home_of(tensors[0])
             # torch computes in the mode of whoever starts the backward pass.
             with torch.autocast(tensors[0].device.type, enabled=False), np.errstate(all="ignore"):
                 if again or home is None or not home.covers(cotangents):
                     with torch.enable_grad():
-                        found = _pull_again(call, tensors, results, cotangents, again)
+                        found = _pull_again(call, tensors, kept, cotangents, again)
                     return None, *found
-                found = call.kind.pull(call.problem(tensors), ctx.stored, results, *cotangents)
+                found = call.kind.pull(call.problem(tensors), ctx.stored, kept, *cotangents)
                 return None, *(found[name] for name in call.names)
 
     return Attend
 
 
-def _again(call: _Call, tensors: Any, before: Any) -> list[Array]:
+def _again(call: _Call, tensors: Any, kept: Any) -> list[Array]:
     """Return the results that have gradients once more, by code of the library."""
     problem = call.problem(tensors)
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
         # On the scale that the caller has.
-        xp, log = problem.xp, results[2] - before[2]
-        log = xp.where(before[2] == -xp.inf, xp.zeros_like(log), log)
+        xp, log = problem.xp, results[2] - kept[0]
+        log = xp.where(kept[0] == -xp.inf, xp.zeros_like(log), log)
         results[1] = results[1] * xp.exp(log)[..., None]
     return results[:2]
 
 
-def _pull_again(
-    call: _Call, tensors: Any, before: Any, cotangents: Any, again: bool
-) -> list[Array]:
+def _pull_again(call: _Call, tensors: Any, kept: Any, cotangents: Any, again: bool) -> list[Array]:
     """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
     torch: Any = sys.modules["torch"]
     wanted = [x for x in tensors if x.requires_grad]
-    pairs = zip(_again(call, tensors, before), cotangents, strict=False)
+    pairs = zip(_again(call, tensors, kept), cotangents, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
     outputs, grads = zip(*used, strict=True)
     options = {"create_graph": again, "allow_unused": True}
@@ -147,16 +144,15 @@ def _apply_jax(jax: Any, call: _Call, arrays: tuple[Array, ...]) -> Any:
     def forward(*arrays: Array) -> Any:
         nonlocal stored
         results, stored = call.kind.solve(call.problem(arrays), call.return_state)
-        return tuple(results), (arrays, tuple(results[0 if call.keeps_output else 1 :]))
+        return tuple(results), (arrays, call.kept(results))
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        arrays, results = saved
-        results = results if call.keeps_output else (None, *results)
+        arrays, kept = saved
         home = home_of(arrays[0])
         if home is None or not home.covers(cotangents):
-            pullback = jax.vjp(lambda *x: _again(call, x, results), *arrays)[1]
+            pullback = jax.vjp(lambda *x: _again(call, x, kept), *arrays)[1]
             return pullback(list(cotangents[:2]))
-        found = call.kind.pull(call.problem(arrays), stored, results, *cotangents)
+        found = call.kind.pull(call.problem(arrays), stored, kept, *cotangents)
         pairs = [(found[name], x) for name, x in zip(call.names, arrays, strict=True)]
         return tuple(sum_to(grad, tuple(x.shape), 0).astype(x.dtype) for grad, x in pairs)
 
