@@ -133,9 +133,14 @@ def _changed(x: Any, change: Callable[[Array], Array], kind: Any = None) -> Any:
 def _arrays_of(record: Any) -> list[Array]:
     """List the arrays of a problem or recurrence that are not the host's; none of a map's code."""
     found: list[Array] = []
+
+    def note(array: Array) -> Array:
+        found.append(array)
+        return array
+
     try:
         for _, x in _walked(record):
-            _changed(x, lambda array: found.append(array) or array)
+            _changed(x, note)
     except Abroad:
         return []
     return found

@@ -101,13 +101,10 @@ def _pull(
     return dict(zip(names, pullback(*cotangents), strict=True))
 
 
-def _exact_shapes(named: Named, call: Call) -> list[Any]:
-    return [_output(named, call)[0]]
-
-
-def _linear_shapes(named: Named, call: Call) -> list[Any]:
-    feature_map = call.constants["feature_map"]
-    leads = map(_generic.spec_lead, map_specs(feature_map, np, np.float64, "cpu"))
+def _shapes(named: Named, call: Call) -> list[Any]:
+    feature_map = call.constants.get("feature_map")
+    specs = () if feature_map is None else map_specs(feature_map, np, np.float64, "cpu")
+    leads = map(_generic.spec_lead, specs)
     output, front = _output(named, call, leads, named.get("kvz"))
     if not call.returns_scale:
         return [output]
@@ -117,8 +114,10 @@ def _linear_shapes(named: Named, call: Call) -> list[Any]:
 
 
 def _answer(results: list[Array], named: Named) -> Any:
-    output, *parts = results
-    return (output, _state_after(*parts, named)) if parts else output
+    if len(results) == 1:
+        return results[0]
+    output, kvz, log_scale = results
+    return output, _state_after(kvz, log_scale, named)
 
 
 def _state_after(kvz: Array, log_scale: Array, named: Named) -> State:
@@ -215,12 +214,12 @@ def _recurrence_answer(results: list[Array], named: Named) -> Any:
     return (output, *extra) if extra else output
 
 
-def _of_attention(problem_of: Any, shapes: Any) -> Kind:
-    return Kind(partial(_solve, problem_of), partial(_pull, problem_of), shapes, _answer)
+def _of_attention(problem_of: Any) -> Kind:
+    return Kind(partial(_solve, problem_of), partial(_pull, problem_of), _shapes, _answer)
 
 
 KINDS = {
-    "linear": _of_attention(_linear_problem, _linear_shapes),
-    "softmax": _of_attention(_exact_problem, _exact_shapes),
+    "linear": _of_attention(_linear_problem),
+    "softmax": _of_attention(_exact_problem),
     "recurrence": Kind(_solve_recurrence, _pull_recurrence, _recurrence_shapes, _recurrence_answer),
 }

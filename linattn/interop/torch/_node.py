@@ -70,8 +70,8 @@ _live: WeakValueDictionary[str, Call] = WeakValueDictionary()
 _traced: dict[str, Call] = {}
 _count = iter(range(2**63))
 
-ARRAYS = (*DIFFERENTIABLE, "log_scale", "key_mask", "key_lengths", "key_stop", "window_bias")
-ARRAYS += ("far_bias[0]", "far_bias[1]")
+ARRAYS: tuple[str, ...] = (*DIFFERENTIABLE, "log_scale", "key_mask", "key_lengths", "key_stop")
+ARRAYS += ("window_bias", "far_bias[0]", "far_bias[1]")
 """Arguments that a tensor is passed on as. Of others the values are read."""
 
 
@@ -102,7 +102,7 @@ def operator_of(kind: str) -> Callable[[_F], _F]:
     """Return a decorator that makes a function, which has a signature alone, one of this kind."""
 
     def decorate(function: _F) -> _F:
-        code, defaults = function.__code__, function.__kwdefaults__
+        code, defaults = function.__code__, function.__kwdefaults__ or {}
         positional = code.co_varnames[: code.co_argcount]
 
         @wraps(function)

@@ -105,7 +105,7 @@ def _read(rows: Any, shape: Any, device: Any, padding: Any = None) -> Visibility
     """Read which keys queries see; one query sees any keys at all, by a mask of keys."""
     length, num_keys = shape[-2:]
     if length != 1:
-        seen = read_rows(rows, length, num_keys) or reject("masks of this pattern")
+        seen: Visibility = read_rows(rows, length, num_keys) or reject("masks of this pattern")
         return seen._replace(key_mask=padding)
     row = torch.as_tensor(rows(slice(0, 1))[:, 0], device=device)
     if not bool(row.any(-1).all()):
