@@ -119,6 +119,12 @@ def operator_of(kind: str) -> Callable[[_F], _F]:
 
 def _run(kind: str, named: Named) -> Any:
     """Run a call; arguments that are no tensors are constants."""
+    if not isinstance(query := named["query"], torch.Tensor):
+        _checks.check_arrays(query=query)
+        raise TypeError(
+            f"query must be a torch.Tensor, got {type(query).__name__}; call the function of this "
+            f"name in linattn"
+        )
     if "return_state" in named:
         named["return_state"] = _checks.check_flag("return_state", named["return_state"])
     is_traced = torch.compiler.is_compiling()
@@ -127,24 +133,17 @@ def _run(kind: str, named: Named) -> Any:
         parts = {n: _known(a) for n, a in parts.items()}
     tensors = {n: a for n, a in parts.items() if n in ARRAYS and isinstance(a, torch.Tensor)}
     constants = {n: a for n, a in parts.items() if n not in tensors}
-    names = tuple(tensors)
+    tensors, names = _cast(tensors), tuple(tensors)
+    given = [*tensors.values()]
     if is_traced:
         # Read here, the precision becomes a condition of the compiled code.
         shown = _settings.shown.precision
         name = _traced_name(kind, names, tuple(constants), shown, *constants.values())
-        return KINDS[kind].answer(attend(_cast(tensors), length, name), named)
-    if not isinstance(query := named["query"], torch.Tensor):
-        _checks.check_arrays(query=query)
-        raise TypeError(
-            f"query must be a torch.Tensor, got {type(query).__name__}; call the function of this "
-            f"name in linattn"
-        )
-    given = _cast(tensors)
-    after = dict(zip(names, given, strict=True))
-    _checks.check_arrays(**{name: after.get(name, parts[name]) for name in TOKENS})
+        return KINDS[kind].answer(attend(given, length, name), named)
+    _checks.check_arrays(**{name: tensors.get(name, parts[name]) for name in TOKENS})
     call = Call(kind, names, constants)
     if _is_at_home(given):
-        held = {n: a if n in DIFFERENTIABLE else a.detach() for n, a in after.items()}
+        held = {n: a if n in DIFFERENTIABLE else a.detach() for n, a in tensors.items()}
         with _outside_modes(call, query):
             return KINDS[kind].answer(KINDS[kind].solve(held, call, length), named)
     name = f"live-{next(_count)}"
@@ -154,16 +153,15 @@ def _run(kind: str, named: Named) -> Any:
 
 def _parts(kind: str, named: Named, is_traced: bool) -> tuple[Named, Any]:
     """Return the arguments of a call, arrays in a state or a pair too, and the state's length."""
-    parts, length = dict(named), 0
-    before, far_bias = named.get("initial_state"), named.get("far_bias")
+    parts, length, far_bias = dict(named), 0, named.get("far_bias")
     if kind == "linear":
-        parts["initial_state"] = None
-    if kind == "linear" and before is not None:
-        if not is_traced:  # else the operator does, when it runs
-            _checks.check_state_record("initial_state", before)
-        parts["kvz"], parts["log_scale"], length = before[:3]
-        for name in ("fingerprint", "num_sequences"):
-            parts[name] = getattr(before, name)
+        before, parts["initial_state"] = named["initial_state"], None
+        if before is not None:
+            if not is_traced:  # else the operator does, when it runs
+                _checks.check_state_record("initial_state", before)
+            parts["kvz"], parts["log_scale"], length = before[:3]
+            for name in ("fingerprint", "num_sequences"):
+                parts[name] = getattr(before, name)
     if isinstance(far_bias, tuple | list) and len(far_bias) == 2:
         parts["far_bias[0]"], parts["far_bias[1]"] = far_bias
         parts["far_bias"] = None
@@ -186,12 +184,12 @@ def _known(value: Any) -> Any:
     return operator.index(value) if type(value) is int else value
 
 
-def _cast(tensors: Named) -> list[Array]:
+def _cast(tensors: Named) -> Named:
     """Cast tokens as ``torch.autocast`` does for ``scaled_dot_product_attention``."""
     dtype = autocast_dtype(tensors["query"])
     if dtype is None:
-        return [*tensors.values()]
-    return [cast_floats(a, dtype) if n in TOKENS else a for n, a in tensors.items()]
+        return tensors
+    return {n: cast_floats(a, dtype) if n in TOKENS else a for n, a in tensors.items()}
 
 
 @contextmanager
