@@ -4,9 +4,9 @@ The functions of the driver that solve a problem are decorated with :func:`at_ho
 of their arguments are CPU arrays of one library, they are viewed as NumPy's, nothing is
 copied, and the results are given back as arrays of that library. CuPy, where it is installed, is
 the home of arrays on one CUDA device, by DLPack, in torch's current stream. Everything else runs
-by the code of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass or that
-torch is to differentiate, maps without specs, libraries with a backend, and calls inside
-`without_backends`.
+by the code of its own library: traced, fake, vmapped and lazy arrays, tensors of a subclass, maps
+without specs, libraries with a backend, and calls inside `without_backends`. So do tensors whose
+gradients torch asks for, except inside of the node that :mod:`linattn._home.node` makes of a call.
 """
 
 from __future__ import annotations
