@@ -354,13 +354,13 @@ def _solve(solve: Any, problem: Problem, return_state: bool, *, taped: bool = Fa
 
 
 def _pull_node(
-    problem: Problem, stored: Any, kept: Any, grad: Array, *grad_state: Array
+    problem: Problem, stored: Any, needed: Any, grad: Array, *grad_state: Array
 ) -> dict[str, Array]:
     of_state = None
     if not problem.num_features:
-        stored = exact.Forward(kept[0], stored)
-    elif kept:
-        of_state = state_cotangent(grad_state[0], kept[0], problem)
+        stored = exact.Forward(needed[0], stored)
+    elif needed:
+        of_state = state_cotangent(grad_state[0], needed[0], problem)
     found = pull(problem, Cotangent(grad, of_state), stored)._asdict()
     decay = problem.weights.log_decay
     if decay is not None:

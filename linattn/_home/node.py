@@ -40,7 +40,7 @@ class Kind(NamedTuple):
     solve: Callable[..., tuple[list[Array], Any]]
     """``solve(problem, return_state)``: the results, and intermediate ones for the pullback."""
     pull: Callable[..., Arrays]
-    """``pull(problem, stored, kept, *cotangents)``: gradients by name."""
+    """``pull(problem, stored, needed, *cotangents)``: gradients by name."""
 
 
 def on_tape(kind: Kind, problem: Any, return_state: bool) -> Any:
@@ -68,7 +68,7 @@ class _Call(NamedTuple):
     return_state: bool
     names: tuple[str, ...]
 
-    def kept(self, results: list[Array]) -> list[Array]:
+    def needed(self, results: list[Array]) -> list[Array]:
         """Return the result that a pullback reads: the scale of a state, or the exact output."""
         is_exact = isinstance(self.bare, Problem) and not self.bare.num_features
         return results[:1] if is_exact else results[2:]
@@ -87,11 +87,11 @@ def _node() -> Any:
         @staticmethod
         def forward(ctx: Any, call: _Call, *tensors: Array) -> Any:
             results, ctx.stored = call.kind.solve(call.problem(tensors), call.return_state)
-            kept = call.kept(results)
-            ctx.call, ctx.count = call, len(tensors) + len(kept)
+            needed = call.needed(results)
+            ctx.call, ctx.count = call, len(tensors) + len(needed)
             # torch's checkpointing counts them: float64 keeps one more, lest it is another's again.
             marks = [tensors[0].new_empty(0)] * (dtype_bits(call.bare.dtype) == 64)
-            ctx.save_for_backward(*tensors, *kept, *marks)
+            ctx.save_for_backward(*tensors, *needed, *marks)
             ctx.mark_non_differentiable(*results[2:])
             return tuple(results)
 
@@ -100,37 +100,39 @@ def _node() -> Any:
             call, count = ctx.call, len(ctx.call.names)
             # Once: torch's checkpointing gives them once.
             saved = ctx.saved_tensors[: ctx.count]
-            tensors, kept = saved[:count], saved[count:]
+            tensors, needed = saved[:count], saved[count:]
             again, home = torch.is_grad_enabled(), home_of(tensors[0])
             # torch computes in the mode of whoever starts the backward pass.
             with torch.autocast(tensors[0].device.type, enabled=False), np.errstate(all="ignore"):
                 if again or home is None or not home.covers(cotangents):
                     with torch.enable_grad():
-                        found = _pull_again(call, tensors, kept, cotangents, again)
+                        found = _pull_again(call, tensors, needed, cotangents, again)
                     return None, *found
-                found = call.kind.pull(call.problem(tensors), ctx.stored, kept, *cotangents)
+                found = call.kind.pull(call.problem(tensors), ctx.stored, needed, *cotangents)
                 return None, *(found[name] for name in call.names)
 
     return Attend
 
 
-def _again(call: _Call, tensors: Any, kept: Any) -> list[Array]:
+def _again(call: _Call, tensors: Any, needed: Any) -> list[Array]:
     """Return the results that have gradients once more, by code of the library."""
     problem = call.problem(tensors)
     results, _ = call.kind.solve(problem, call.return_state, taped=True)
     if len(results) == 3:
         # On the scale that the caller has.
-        xp, log = problem.xp, results[2] - kept[0]
-        log = xp.where(kept[0] == -xp.inf, xp.zeros_like(log), log)
+        xp, log = problem.xp, results[2] - needed[0]
+        log = xp.where(needed[0] == -xp.inf, xp.zeros_like(log), log)
         results[1] = results[1] * xp.exp(log)[..., None]
     return results[:2]
 
 
-def _pull_again(call: _Call, tensors: Any, kept: Any, cotangents: Any, again: bool) -> list[Array]:
+def _pull_again(
+    call: _Call, tensors: Any, needed: Any, cotangents: Any, again: bool
+) -> list[Array]:
     """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
     torch: Any = sys.modules["torch"]
     wanted = [x for x in tensors if x.requires_grad]
-    pairs = zip(_again(call, tensors, kept), cotangents, strict=False)
+    pairs = zip(_again(call, tensors, needed), cotangents, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
     outputs, grads = zip(*used, strict=True)
     options = {"create_graph": again, "allow_unused": True}
@@ -144,15 +146,15 @@ def _apply_jax(jax: Any, call: _Call, arrays: tuple[Array, ...]) -> Any:
     def forward(*arrays: Array) -> Any:
         nonlocal stored
         results, stored = call.kind.solve(call.problem(arrays), call.return_state)
-        return tuple(results), (arrays, call.kept(results))
+        return tuple(results), (arrays, call.needed(results))
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        arrays, kept = saved
+        arrays, needed = saved
         home = home_of(arrays[0])
         if home is None or not home.covers(cotangents):
-            pullback = jax.vjp(lambda *x: _again(call, x, kept), *arrays)[1]
+            pullback = jax.vjp(lambda *x: _again(call, x, needed), *arrays)[1]
             return pullback(list(cotangents[:2]))
-        found = call.kind.pull(call.problem(arrays), stored, kept, *cotangents)
+        found = call.kind.pull(call.problem(arrays), stored, needed, *cotangents)
         pairs = [(found[name], x) for name, x in zip(call.names, arrays, strict=True)]
         return tuple(sum_to(grad, tuple(x.shape), 0).astype(x.dtype) for grad, x in pairs)
 

@@ -198,12 +198,13 @@ def _pull_recurrence(named: Named, _: Any, cotangents: Any, call: Call, length: 
 
 
 def _recurrence_shapes(named: Named, call: Call) -> list[Any]:
-    key, every = named["key"], call.constants["return_states_every"]
+    key, step = named["key"], call.constants["return_states_every"]
     gates = [named[name] for name in Recurrence.TOKENS[3:] if name in named]
     leads = [x.shape[: -2 if x.ndim == key.ndim else -1] for x in gates]
     output, front = _output(named, call, leads, named.get("initial_state"))
     shape = (*front, key.shape[-1], named["value"].shape[-1])
-    count = int(call.constants["return_state"]) + (int(key.shape[-2] // every) if every else 0)
+    count = int(key.shape[-2] // step) if step else 0
+    count += int(call.constants["return_state"])
     return [output, *[(shape, _accumulation_dtype(named, call))] * count]
 
 

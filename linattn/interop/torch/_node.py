@@ -290,7 +290,7 @@ def _pulled(ctx: Any, cotangents: Any) -> Any:
     return _gradients(ctx, cotangents, pull_back), None, None
 
 
-# `torch.compile` refuses a function with a `jvp`, `torch.func` an operator's own gradient.
+# `torch.compile` takes no function with a `jvp`, `torch.func` no operator with a gradient.
 attend.register_autograd(_pulled, setup_context=_keep)
 pull_back.register_autograd(_refuse)
 
