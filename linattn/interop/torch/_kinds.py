@@ -21,7 +21,7 @@ from linattn._driver.problem import exact_problem, map_specs, num_features_of
 from linattn._driver.stamps import axes_behind_first
 from linattn._fingerprints import map_fingerprint
 from linattn.gradients import differentiable_problem, pullback_of
-from linattn.typing import Array, FeatureMap, Problem, Recurrence, State
+from linattn.typing import Array, Problem, Recurrence, State
 
 if TYPE_CHECKING:
     from linattn.interop.torch._node import Call
@@ -129,7 +129,8 @@ def _state_after(kvz: Array, log_scale: Array, named: Named) -> State:
     pairs = [*pairwise(ends)]
     length = max(stop - start for start, stop in pairs)
     count = 0 if borders is None else len(pairs)
-    fingerprint = _fingerprint(named["feature_map"])
+    digits = _fingerprint(named["feature_map"])
+    fingerprint = int(digits) if digits else None
     decays = [] if decay is None else [_total_decay(decay, key, pairs, packed=bool(count))]
     if before is not None:
         length, fingerprint = before.length + length, before.fingerprint
@@ -161,16 +162,11 @@ def _total_decay(decay: Any, key: Array, pairs: Any, *, packed: bool) -> Array:
     return torch.stack(totals) if packed else totals[0]
 
 
-def _fingerprint(feature_map: FeatureMap) -> int | None:
-    """Return the short fingerprint of a map, None for a map that has none."""
-    digits = _digits(feature_map)
-    return int(digits) if digits else None
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _digits(feature_map: Any) -> str:
-    """Return the fingerprint in digits: of an integer torch would make a variable."""
-    return str(map_fingerprint(feature_map) or "")
+def _fingerprint(feature_map: Any) -> str:
+    """Return the short fingerprint of a map in digits: of an integer torch makes a variable."""
+    found = map_fingerprint(feature_map)
+    return "" if found is None else str(found)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -127,10 +127,9 @@ def softmax(call: _Call) -> Any:
     if bias is not None:
         options |= _bias(bias, call)
     arrays = (call.query, call.key, call.value)
-    if sinks is None and bias is None:
-        return of_torch.softmax_attention(*arrays, **options)
     if sinks is None:
-        return _softmax_attention(*arrays, **options)
+        attend = of_torch.softmax_attention if bias is None else _softmax_attention
+        return attend(*arrays, **options)
     out, total = _softmax_attention(*arrays, return_log_normalizer=True, **options)
     return _beside_sinks(out, total, sinks, call)
 
