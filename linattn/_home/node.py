@@ -126,13 +126,11 @@ def _again(call: _Call, tensors: Any, needed: Any) -> list[Array]:
     return results[:2]
 
 
-def _pull_again(
-    call: _Call, tensors: Any, needed: Any, cotangents: Any, again: bool
-) -> list[Array]:
+def _pull_again(call: _Call, tensors: Any, needed: Any, grads: Any, again: bool) -> list[Array]:
     """Gradients by the call once more, on torch's tape; ``again``: to be differentiated too."""
     torch: Any = sys.modules["torch"]
     wanted = [x for x in tensors if x.requires_grad]
-    pairs = zip(_again(call, tensors, needed), cotangents, strict=False)
+    pairs = zip(_again(call, tensors, needed), grads, strict=False)
     used = [(result, grad) for result, grad in pairs if result.requires_grad]
     outputs, grads = zip(*used, strict=True)
     options = {"create_graph": again, "allow_unused": True}

@@ -102,7 +102,7 @@ def _pull(
 
 
 def _shapes(named: Named, call: Call) -> list[Any]:
-    feature_map = call.constants.get("feature_map")
+    feature_map: Any = call.constants.get("feature_map")
     specs = () if feature_map is None else map_specs(feature_map, np, np.float64, "cpu")
     leads = map(_generic.spec_lead, specs)
     output, front = _output(named, call, leads, named.get("kvz"))

@@ -139,12 +139,14 @@ def given_mask(mask: Any, module: Any, query: Any, key: Any, is_causal: Any) -> 
 def _dense(mask: Any) -> Visibility:
     """Read a mask (batch, 1, L, S) that a user or a model made: padding and a pattern in one."""
     length, num_keys = mask.shape[-2:]
-    keys, position = mask[:, 0].any(1), torch.arange(num_keys, device=mask.device)
+    rows, position = mask[:, 0], torch.arange(num_keys, device=mask.device)
+    keys = rows.any(1)
     for options, ahead in (({}, num_keys), ({"is_causal": "lower_right"}, 0)):
         last = position[num_keys - length :, None] + ahead
         # A query that sees nothing is of padding, and may see anything.
-        same = mask[:, 0] == ((position <= last) & keys[:, None])
-        if bool((same | ~mask[:, 0].any(-1, keepdim=True)).all()):
+        same = rows == ((position <= last) & keys[:, None])
+        if bool((same | ~rows.any(-1, keepdim=True)).all()):
             options = options if length > 1 else {}
             return Visibility(options, num_keys, key_mask=None if bool(keys.all()) else keys)
-    return _read(lambda block: mask[:, 0, block].cpu().numpy(), mask.shape, mask.device)
+    seen: Visibility = _read(lambda block: rows[:, block].cpu().numpy(), mask.shape, mask.device)
+    return seen
