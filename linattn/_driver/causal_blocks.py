@@ -74,23 +74,30 @@ def rejected_rows(
     neither rejects a row.
     """
     xp = _arrays.namespace(part.num_den)
-    floor = _floor(part, state, m)
     if bool(xp.all(_accepted_at_once(part, values_and_one, state, m))):
         return None
+    rejected = ~_accepted(part, log_weight, values_and_one, state, m)
+    return rejected if bool(xp.any(rejected)) else None
+
+
+def _accepted(
+    part: Partial, log_weight: Array, values_and_one: Array, state: State, m: int
+) -> Array:
+    """Whether rows ``(..., n, 1)`` are accepted by all the values that they see."""
+    xp, floor = _arrays.namespace(part.num_den), _floor(part, state, m)
     denominator, ones = xp.abs(part.num_den[..., -1:]), xp.ones_like(values_and_one[..., :1, :1])
     not_finite = ~xp.isfinite(part.num_den)
     seen = _values_seen(values_and_one, state)
     small = denominator * xp.minimum(SMALL_VALUES * seen, ones) < floor
     accepted = ~xp.any(small & (seen != 0), axis=-1, keepdims=True)
     if log_weight is not None:
-        sees = xp.cumulative_sum(xp.astype(log_weight > -xp.inf, xp.int64), axis=-2) > 0
+        sees = _sums_so_far(xp.astype(log_weight > -xp.inf, part.num_den.dtype)) > 0
         before = xp.any(state.log_scale > -xp.inf, axis=-1)[..., None, None]
         accepted = accepted | ~(sees | before)
     alive = xp.all(xp.isfinite(state.kvz), axis=-2, keepdims=True)
     accepted = accepted & ~xp.any(not_finite & alive, axis=-1, keepdims=True)
     log_finite = xp.all(state.log_scale < xp.inf, axis=-1)[..., None, None]
-    rejected = ~accepted & alive[..., -1:] & log_finite
-    return rejected if bool(xp.any(rejected)) else None
+    return accepted | ~(alive[..., -1:] & log_finite)
 
 
 def _floor(part: Partial, state: State, m: int) -> Array:
@@ -120,11 +127,18 @@ def _values_seen(values_and_one: Array, state: State) -> Array:
     A lower bound on the largest: means of the block's values, and of those in each feature.
     """
     xp, sizes = _arrays.namespace(values_and_one), abs(values_and_one)
-    count = xp.cumulative_sum(xp.ones_like(sizes[..., :1]), axis=-2)
-    block_mean = xp.cumulative_sum(sizes, axis=-2) / count
+    block_mean = _sums_so_far(sizes) / _sums_so_far(xp.ones_like(sizes[..., :1]))
     z = xp.abs(state.kvz[..., -1:])
     before = xp.where(z == 0, xp.zeros_like(state.kvz), xp.abs(state.kvz) / z)
     return xp.maximum(block_mean, xp.max(before, axis=-2, keepdims=True))
+
+
+def _sums_so_far(x: Array) -> Array:
+    """Sum up to each row; XLA makes a program of many steps of a cumulative sum."""
+    xp, n = _arrays.namespace(x), x.shape[-2]
+    if _arrays.is_staged(x):
+        return xp.matmul(xp.tril(xp.ones((n, n), dtype=x.dtype)), x)
+    return xp.cumulative_sum(x, axis=-2)
 
 
 def causal_block(
@@ -138,8 +152,6 @@ def causal_block(
     """Causal attention of a block after a state, every row accepted; also the state after it."""
     specs = (problem.query_spec, problem.key_spec)
     block: Any = query, key, values_and_one, state
-    if problem.policy.lazy and any(map(_arrays.is_staged, (query.x, key.x, values_and_one))):
-        return _traced(problem, *block)
     if is_column_normalized(problem):
         return scan_column_normalized(problem, *block)
     if isinstance(problem.query_spec, SeparateDenominator):
@@ -168,59 +180,63 @@ def causal_block(
     return whole, state
 
 
-def _traced(
-    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
-) -> tuple[Partial, State]:
-    """Scan a block that JAX traces: on one scale, or token by token where a row is rejected.
+def staged_block(
+    problem: Problem,
+    query: Tokens,
+    key: Tokens,
+    values_and_one: Array,
+    state: State,
+    is_exact: bool,
+) -> tuple[Partial, State, Array]:
+    """Scan a block that JAX traces: its rows, the state after it, and whether rows are accepted.
 
-    Both are compiled, and one is run; under ``jax.vmap`` both are.
+    On one scale, or token by token if it is to be exact: no row's scale then depends on a later
+    key.
     """
     query_spec, key_spec = problem.query_spec, problem.key_spec
     if isinstance(query_spec, SeparateDenominator):
-        scan = _scan_traced
-        return scan_separate(query_spec, key_spec, query, key, values_and_one, state, scan)
+        found: list[Array] = []
+
+        def scan(*block: Any) -> tuple[Partial, State]:
+            weight = None if key.log_weight is None else key.log_weight[..., None, :, :]
+            *scanned, accepted = _scan_staged(*block, None, is_exact, weight)
+            found.append(accepted)
+            return tuple(scanned)
+
+        return *scan_separate(query_spec, key_spec, query, key, values_and_one, state, scan), found[
+            0
+        ]
     queries: Features
     if is_column_normalized(problem):
         queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
-        part, after, is_exact = scan_on_one_scale(queries.log, keys.log, values_and_one, state)
-        exact = partial(_token_by_token, queries, keys, values_and_one, state, read=read_means)
-        return _either(is_exact, (part, after), exact)
+        if is_exact:
+            return _token_by_token(queries, keys, values_and_one, state, None, read_means)
+        return scan_on_one_scale(queries.log, keys.log, values_and_one, state)
     queries, log_row = query_features(query_spec, query)
     keys = row_features(key_spec, key)
-    part, after = _scan_traced(queries, keys, values_and_one, state, key.log_decay)
-    return part._replace(log=part.log + log_row), after
+    weight = key.log_weight
+    part, *rest = _scan_staged(
+        queries, keys, values_and_one, state, key.log_decay, is_exact, weight
+    )
+    return part._replace(log=part.log + log_row), *rest
 
 
-def _scan_traced(
+def _scan_staged(
     queries: Features,
     keys: Features,
     values_and_one: Array,
     state: State,
-    log_decay: Array | None = None,
-) -> tuple[Partial, State]:
+    log_decay: Array,
+    is_exact: bool,
+    log_weight: Array,
+) -> tuple[Partial, State, Array]:
     """Scan a block that has been evaluated."""
     block: Any = queries, keys, values_and_one, state, log_decay
-    found = scan_features(*block)
-    accepted = _accepted_at_once(found[0], values_and_one, state, state.kvz.shape[-2])
-    return _either(accepted, found, partial(_token_by_token, *block))
-
-
-def _either(
-    accepted: Array, found: tuple[Partial, State], exact: Callable[[], tuple[Array, ...]]
-) -> tuple[Partial, State]:
-    """Return what was found if all of it is accepted, else what is exact."""
-    jax = sys.modules["jax"]
-    # What gradients need of the other way is computed again, only where it was taken.
-    exact = jax.checkpoint(exact)
-    sums: Any = jax.lax.cond(jax.numpy.all(accepted), lambda: _partial_and_sums(*found), exact)
-    num_den, log, kvz, log_scale = sums
-    return Partial(num_den, log), State(kvz, log_scale, found[1].length)
-
-
-def _partial_and_sums(part: Partial, after: State) -> tuple[Array, ...]:
-    xp = _arrays.namespace(part.num_den)
-    log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
-    return part.num_den, log, after.kvz, after.log_scale
+    if is_exact:
+        return _token_by_token(*block)
+    part, after = scan_features(*block)
+    accepted = _accepted(part, log_weight, values_and_one, state, state.kvz.shape[-2])
+    return part, after, _arrays.namespace(accepted).all(accepted)
 
 
 def _token_by_token(
@@ -228,10 +244,10 @@ def _token_by_token(
     keys: Features,
     values_and_one: Array,
     state: State,
-    log_decay: Array | None = None,
+    log_decay: Array | None,
     read: Callable[[Features, State], Partial] = read,
-) -> tuple[Array, ...]:
-    """Read the state after each token: no row's scale depends on a later key."""
+) -> tuple[Partial, State, Array]:
+    """Read the state after each token."""
     jax = sys.modules["jax"]
 
     def step(sums: Any, token: Any) -> Any:
@@ -241,14 +257,16 @@ def _token_by_token(
         if decay is not None:
             before = fade(before, decay[..., 0, :])
         after = absorb(keys, value, before)
-        num_den, log, *sums = _partial_and_sums(read(queries, after), after)
-        return tuple(sums), (num_den[..., 0, :], log[..., 0, :])
+        part = read(queries, after)
+        log = jax.numpy.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
+        return tuple(after[:2]), (part.num_den[..., 0, :], log[..., 0, :])
 
     tokens = queries, keys, log_decay, values_and_one
     moved = jax.tree.map(lambda a: jax.numpy.moveaxis(a[..., None, :], -3, 0), tokens)
     sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
-    num_den, log = (jax.numpy.moveaxis(x, 0, -2) for x in rows)
-    return num_den, log, *sums
+    length = state.length + values_and_one.shape[-2]
+    part = Partial(*(jax.numpy.moveaxis(x, 0, -2) for x in rows))
+    return part, State(*sums, length), jax.numpy.asarray(True)
 
 
 def _scanned(

@@ -134,8 +134,7 @@ def solve_in_parts(
             f"state that the one before returned"
         )
     if traced.covers(problem):
-        functions = _dispatch.block_functions(problem.xp)
-        output, state, norm, states = traced.solve_in_parts(problem, functions, length)
+        output, state, norm, states = traced.solve_in_parts(problem, length)
         output = units.times_power(output, log)
         return output, _in_ones(state, log), norm, [_in_ones(each, log) for each in states]
     xp, num_tokens = problem.xp, problem.query.shape[-2]

@@ -25,7 +25,7 @@ from linattn._driver.blocks import (
     token_block,
     values_and_one_block,
 )
-from linattn._driver.causal_blocks import causal_block
+from linattn._driver.causal_blocks import staged_block
 from linattn._driver.lines import Line, flip
 from linattn._driver.pairs import band, biased_queries, keys_and_values, no_keys_seen
 from linattn._driver.runner import initial_state, update
@@ -54,12 +54,14 @@ ROWS, KEYS = 256, 256
 
 
 def covers(problem: Problem) -> bool:
-    """Whether JAX compiles a problem that `solve` computes, of more than one chunk."""
+    """Whether JAX compiles a problem that `solve` computes; a short one may be a block alone."""
     arrays, sees, exact = (problem.query, problem.key, problem.value), problem.sees, problem.exact
     length = problem.query.shape[-2], problem.key.shape[-2]
     if not (problem.policy.lazy and any(map(_arrays.is_staged, arrays))):
         return False
-    if max(length) <= CHUNK or min(length) == 0 or 0 in problem.lead or exact.clusters is not None:
+    if min(length) == 0 or 0 in problem.lead or exact.clusters is not None:
+        return False
+    if max(length) <= CHUNK and problem.mode in ("full", "exact"):
         return False
     return sees.key_stop is None or sees.key_stop.ndim == 1
 
@@ -81,9 +83,7 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | N
     return output, state, log
 
 
-def solve_in_parts(
-    problem: Problem, functions: BlockFunctions, length: int
-) -> tuple[Array, State, Array | None, list[State]]:
+def solve_in_parts(problem: Problem, length: int) -> tuple[Array, State, Array | None, list[State]]:
     """Return the results of causal attention, and the state after each ``length`` tokens."""
     first, stop = initial_state(problem), problem.query.shape[-2]
     runs = [whole_run(i, min(i + length, stop)) for i in range(0, stop, length)]
@@ -92,7 +92,7 @@ def solve_in_parts(
     layout = layout._replace(starts=layout.starts + length * layout.sums)
     sums = tuple(problem.xp.broadcast_to(x, (len(runs), *x.shape)) for x in first[:2])
     placed = _placed(problem, layout)
-    rows, sums = _scan(placed, sums, _causal(placed, functions, first.length), layout)
+    rows, sums = _causal(placed, sums, first.length, layout)
     part = _partial(rows, placed.query.shape[-2])
     index = np.concatenate(places)
     output, log = _divided(problem, Partial(*(rows_at(x, index) for x in part[:2])))
@@ -152,8 +152,8 @@ def _tokens(problem: Problem, size: int) -> tuple[Array, ...]:
 
 def _scan(problem: Problem, first: Any, step: Any, layout: Layout | None = None) -> Any:
     """Scan the tokens of a problem: all rows, and the last sums."""
-    tokens = _tokens(problem, CHUNK if layout is None else layout.size)
-    sums, rows = scan(step, first, tokens, layout)
+    size = min(CHUNK, problem.key.shape[-2]) if layout is None else layout.size
+    sums, rows = scan(step, first, _tokens(problem, size), layout, size)
     return rows, sums
 
 
@@ -197,7 +197,7 @@ def _linear(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State
     if problem.mode == "full":
         rows, sums = _added_and_read(problem, functions, sums, before)
     else:
-        rows, sums = _scan(problem, sums, _causal(problem, functions, before))
+        rows, sums = _causal(problem, sums, before)
     length = problem.key.shape[-2]
     return _partial(rows, problem.query.shape[-2]), _state(sums, before + length)
 
@@ -272,7 +272,7 @@ def _lines(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]
     if problem.mode == "full":
         rows, sums = _added_and_read(placed, functions, sums, before, layout)
     else:
-        rows, sums = _scan(placed, sums, _causal(placed, functions, before), layout)
+        rows, sums = _causal(placed, sums, before, layout)
     whole, parts = _partial(rows, placed.query.shape[-2]), []
     for side in sides:
         part = _read_in_runs(whole, side.runs, [places.pop(0) for _ in side.runs], length)
@@ -353,19 +353,30 @@ def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:
     return _state((kvz, log), state.length)
 
 
-def _causal(problem: Problem, functions: BlockFunctions, before: Any) -> Any:
-    """Step of a causal scan."""
+def _causal(
+    problem: Problem, sums: Any, before: Any, layout: Layout | None = None
+) -> tuple[Any, Any]:
+    """Scan causal blocks on one scale each, or, if a row is rejected, all of them token by token.
 
-    def step(sums: Any, start: Any, chunk: Any) -> Any:
-        part, rows, place = _part(problem, chunk), _all(chunk), before + start
-        tokens = token_block(part, "query", rows, place), key_block(part, rows, place)
-        state = _state(sums, before + start)
-        found, after = causal_block(
-            part, functions, *tokens, values_and_one_block(part, rows), state
-        )
-        return tuple(after[:2]), _pair(found)
+    Both are compiled, and one is run after the other; under ``jax.vmap`` both are.
+    """
+    jax = sys.modules["jax"]
 
-    return step
+    def scanned(is_exact: bool) -> Any:
+        def step(sums: Any, start: Any, chunk: Any) -> Any:
+            part, rows = _part(problem, chunk), _all(chunk)
+            place, state = before + start, _state(sums, before + start)
+            tokens = token_block(part, "query", rows, place), key_block(part, rows, place)
+            block = *tokens, values_and_one_block(part, rows), state
+            found, after, accepted = staged_block(part, *block, is_exact)
+            return tuple(after[:2]), (*_pair(found), accepted)
+
+        (*rows, accepted), after = _scan(problem, sums, step, layout)
+        return (tuple(rows), after), jax.numpy.all(accepted)
+
+    fast, accepted = scanned(False)
+    exact = jax.checkpoint(lambda: scanned(True)[0])
+    return jax.lax.cond(accepted, lambda: fast, exact)  # type: ignore[no-any-return]
 
 
 def _add(problem: Problem, functions: BlockFunctions, before: Any) -> Any:
@@ -484,32 +495,29 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
     width = steps * block
     first = np.minimum(first, max(size - width, 0))
     sees_all = width == size and not low.any() and (stop.ravel()[:length] == size).all()
-    tokens = [padded(x, width - size if size < width else 0) for x in (*key[:2], values, clock)]
-    all_finite = xp.all(xp.isfinite(values))
+    table = problem.weights.relative_bias
+    # A value of which some rows must see nothing; with a bias of pairs, which may hide some of them
+    # too, `exact_pairs` takes care.
+    hides = not sees_all and table is None
+    finite = xp.where(xp.isfinite(values), values, 0) if hides else values
+    tokens = [padded(x, width - size if size < width else 0) for x in (*key[:2], finite, clock)]
 
     def pairs_of(query: tuple[Any, Tokens], rows: Any, number: Any, keys: Any) -> Partial:
         (start, low, stop, first, time), (x, log_weight, values, clock) = rows, keys
         place = first + number * block + xp.arange(block)
         visible = None if sees_all else (place >= low[:, None]) & (place < stop[:, None])
         offset = place - (start + xp.arange(ROWS)[:, None] + problem.sees.query_start)
-        table, bias = problem.weights.relative_bias, None
+        bias = None
         if table is not None:
             offset = xp.clip(offset, -table.reach - 1, table.reach + 1)
             bias = table.table[..., offset + table.reach + 1]
         elif time is not None:
             bias = -abs(time - xp.matrix_transpose(clock) - mean * offset)
             bias = xp.astype(bias, problem.dtype)
-        key, block_of = Tokens(x, log_weight, 0), functions.exact_block
-
-        def careful() -> Any:
-            return _pair(exact_pairs(*query, key, values, visible, bias, True, block_of))
-
-        def fast() -> Any:
-            return _pair(block_of(*query, key, values, visible, bias))
-
-        if visible is None and bias is None:
-            return Partial(*fast())
-        return Partial(*jax.lax.cond(all_finite, fast, careful))
+        pairs = Tokens(x, log_weight, 0), values, visible, bias
+        if table is None:
+            return Partial(*_pair(functions.exact_block(*query, *pairs)))
+        return Partial(*_pair(exact_pairs(*query, *pairs, True, functions.exact_block)))
 
     def step(_: Any, chunk: Any) -> Any:
         rows, end, query = chunk
@@ -539,7 +547,33 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
     rows = (xp.asarray(x) for x in (np.arange(len(first)) * ROWS, low, stop, first))
     time = None if clock is None else cut(padded(clock, -length % ROWS), ROWS)
     chunks = (*rows, time), xp.asarray(last), query
-    return _partial(jax.lax.scan(jax.checkpoint(step), (), chunks)[1], length), None
+    part = _partial(jax.lax.scan(jax.checkpoint(step), (), chunks)[1], length)
+    if hides:
+        counts = key.log_weight is None or key.log_weight > -xp.inf
+        part = part._replace(num_den=part.num_den + _infinities(values, counts, *seen))
+    return part, None
+
+
+def _infinities(values: Array, counts: Array, low: Integers, stop: Integers) -> Array:
+    """Sum of the infinite values that each query sees, 0 for none, NaN where NaN is seen too."""
+    jax, xp = sys.modules["jax"], _arrays.namespace(values)
+
+    def count(sums: Array, holds: Array) -> tuple[Array, Array]:
+        return sums + holds, sums
+
+    def reached(infinity: Any) -> Array:
+        holds = (xp.isnan(values) | (values == infinity)) & counts
+        moved = xp.moveaxis(padded(holds, 1), -2, 0)
+        _, before = jax.lax.scan(count, xp.zeros(moved.shape[1:], dtype=xp.int32), moved)
+        first, last = (before[xp.asarray(x)] for x in (np.minimum(low, stop), stop))
+        return xp.moveaxis(xp.where(last > first, infinity, 0), 0, -2)
+
+    def infinities() -> Array:
+        return xp.astype(reached(xp.inf) + reached(-xp.inf), values.dtype)
+
+    nothing = jax.eval_shape(infinities)
+    nothing = xp.zeros(nothing.shape, dtype=nothing.dtype)
+    return jax.lax.cond(xp.all(xp.isfinite(values)), lambda: nothing, infinities)
 
 
 def _ends(problem: Problem) -> tuple[Integers, Integers, Integers]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import array_api_compat
+
 from linattn._arrays import namespace
 from linattn._generic.block_vjps import (
     absorb_rows,
@@ -99,7 +101,12 @@ def scan_on_one_scale(
     weights_k = exp_or_zero(log_k - shift[..., None, :])
     before = rescaled(state.kvz, state.log_scale - shift, LEAST)
     z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
-    is_exact = xp.all(z >= float(xp.finfo(z.dtype).eps) ** 2)
+    # Rows before the first key read nothing.
+    some = xp.any(log_k > -xp.inf, axis=-1, keepdims=True)
+    first = xp.argmax(xp.astype(some, xp.int32), axis=-2, keepdims=True)
+    place = xp.arange(some.shape[-2], device=array_api_compat.device(z))[:, None]
+    before_any = (place < first) & xp.all(state.log_scale == -xp.inf, axis=-1)[..., None, None]
+    is_exact = xp.all((z >= float(xp.finfo(z.dtype).eps) ** 2) | before_any)
     row = largest(log_q, keepdims=True)
     weights_q = flushed(exp_or_zero(log_q - row) / xp.where(z == 0, xp.ones_like(z), z))
     scores = flushed(xp.tril(xp.matmul(weights_q, xp.matrix_transpose(weights_k))))

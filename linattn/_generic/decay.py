@@ -8,21 +8,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from linattn._arrays import namespace
+from linattn._arrays import is_staged, namespace
 from linattn.typing import Array, Features, State, Tokens
 from linattn.typing._shifts import largest
+
+MAX_ROWS = 128
+"""Rows that are summed up together in a program of JAX."""
 
 
 def decay_since(log_decay: Array) -> Array:
     """Log decay from the start of a block up to each of its tokens, the token's own included."""
+    if is_staged(log_decay):
+        return _sums_by_rows(log_decay)
     return namespace(log_decay).cumulative_sum(log_decay, axis=-2)
+
+
+def _sums_by_rows(x: Array) -> Array:
+    """Return sums up to each row; XLA makes a program of many steps of cumulative ones."""
+    xp, n = namespace(x), x.shape[-2]
+    if n > MAX_ROWS:
+        size = MAX_ROWS * -(-n // MAX_ROWS)
+        rows = xp.concat([x, xp.zeros((*x.shape[:-2], size - n, 1), dtype=x.dtype)], axis=-2)
+        rows = xp.reshape(rows, (*x.shape[:-2], -1, MAX_ROWS, 1))
+        since = _sums_by_rows(rows)
+        totals = since[..., -1, :]
+        since = since + (_sums_by_rows(totals) - totals)[..., None, :]
+        return xp.reshape(since, (*x.shape[:-2], size, 1))[..., :n, :]
+    return xp.sum(xp.tril(xp.matrix_transpose(xp.broadcast_to(x, (*x.shape[:-1], n)))), axis=-1)[
+        ..., None
+    ]
 
 
 def decay_until(log_decay: Array) -> Array:
     """Log decay after each token of a block, up to the end of the block."""
     xp = namespace(log_decay)
     later = xp.concat([log_decay[..., 1:, :], xp.zeros_like(log_decay[..., :1, :])], axis=-2)
-    return xp.flip(xp.cumulative_sum(xp.flip(later, axis=-2), axis=-2), axis=-2)
+    return xp.flip(decay_since(xp.flip(later, axis=-2)), axis=-2)
 
 
 def fade(state: State, log: Array) -> State:
