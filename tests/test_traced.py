@@ -165,12 +165,11 @@ def test_lower_right_beside_a_window_is_numpys(jax):
 @pytest.mark.parametrize("interval", [64, 50, 1000])
 def test_states_on_the_way_are_numpys(jax, interval):
     options: dict[str, Any] = {"return_states_every": interval}
-    calls = [
-        partial(linattn.linear_attention, feature_map=MAPS["positive"], is_causal=True, **options),
-        partial(linattn.linear_recurrence, update_rule="gated", log_decay=DECAY, **options),
-    ]
-    for call in calls:
-        want, found = call(*HOST), jax.jit(call)(*HOST)
+    attend = partial(linattn.linear_attention, is_causal=True, **options)
+    recur = partial(linattn.linear_recurrence, update_rule="gated", **options)
+    for call, more, phi in ((attend, {}, [MAPS["positive"]]), (recur, {"log_decay": DECAY}, [])):
+        want = call(*HOST, *phi, **more)
+        found = traced(jax, call, HOST, more, *phi)
         agree(found[0], want[0])
         for x, y in zip(found[1], want[1], strict=True):
             if isinstance(y, linattn.State):
@@ -283,13 +282,13 @@ def test_pullbacks_are_loops_too(jax, name):
     fixed = {n: x for n, x in options.items() if n not in moving}
 
     def through(x, moving):
-        return pulled(*x, *phi, **fixed, **moving)[1](HOST[0])
+        return pulled(*x, *phi, **fixed, **moving)[1](jax.numpy.asarray(HOST[0]))
 
     def loss(x, moving):
         return (call(*x, *phi, **fixed, **moving) * HOST[0]).sum()
 
     agree(jax.jit(through)(HOST, moving), want, 1e-10)
-    agree(jax.jit(jax.grad(loss))(HOST, moving), want, 1e-10)
+    agree([*jax.jit(jax.grad(loss))(HOST, moving)], want, 1e-10)
 
 
 COUNTED = {
@@ -364,7 +363,7 @@ def test_the_program_has_as_many_operations_at_every_length(jax, name, how):
         function = jax.grad(attend) if how == "grad" else attend
         return operations(jax.make_jaxpr(function)(np.ones((2, length, DIM)), moving).jaxpr)
 
-    assert count(LONG) == count(SHORT) < 3000
+    assert count(LONG) == count(SHORT) < 4000
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

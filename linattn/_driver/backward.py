@@ -221,7 +221,8 @@ def _pull_loop(problem: Problem, cotangent: Cotangent) -> Gradients:
     xp, of_state = problem.xp, cotangent.state
 
     def solve(arrays: dict[str, Array]) -> Any:
-        output, state, _ = traced.solve(_with_arrays(problem, arrays), block_functions(xp))
+        part, functions = _with_arrays(problem, arrays), block_functions(xp)
+        output, state, _ = traced.solve(part, functions, of_state is not None)
         if of_state is None or state is None:
             return output, None
         log = state.log_scale + of_state.log_scale

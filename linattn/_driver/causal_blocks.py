@@ -203,9 +203,9 @@ def staged_block(
             found.append(accepted)
             return tuple(scanned)
 
-        return *scan_separate(query_spec, key_spec, query, key, values_and_one, state, scan), found[
-            0
-        ]
+        tokens = query, key, values_and_one, state
+        part, after = scan_separate(query_spec, key_spec, *tokens, scan)
+        return part, after, found[0]
     queries: Features
     if is_column_normalized(problem):
         queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
@@ -214,10 +214,8 @@ def staged_block(
         return scan_on_one_scale(queries.log, keys.log, values_and_one, state)
     queries, log_row = query_features(query_spec, query)
     keys = row_features(key_spec, key)
-    weight = key.log_weight
-    part, *rest = _scan_staged(
-        queries, keys, values_and_one, state, key.log_decay, is_exact, weight
-    )
+    block = queries, keys, values_and_one, state, key.log_decay
+    part, *rest = _scan_staged(*block, is_exact, key.log_weight)
     return part._replace(log=part.log + log_row), *rest
 
 

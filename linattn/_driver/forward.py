@@ -229,7 +229,7 @@ def _solve_tasks(
     functions = _dispatch.block_functions(problem.xp)
     if traced.covers(problem):
         with _numerics.ignore_fp_warnings():
-            return _Solved(*traced.solve(problem, functions))
+            return _Solved(*traced.solve(problem, functions, return_state))
     plan = _plan(problem, functions)
     # A state that is returned is the caller's, who may change it.
     keeps_last = checkpoints is not None and problem.mode == "full" and not return_state

@@ -66,8 +66,10 @@ def covers(problem: Problem) -> bool:
     return sees.key_stop is None or sees.key_stop.ndim == 1
 
 
-def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | None, Array | None]:
-    """Return the output, the state after all keys, and the log normalizer or None."""
+def solve(
+    problem: Problem, functions: BlockFunctions, return_state: bool
+) -> tuple[Array, State | None, Array | None]:
+    """Return the output, the state after all keys where asked for, and the log normalizer."""
     sinks = problem.exact.sinks
     part, state = LOOPS[problem.mode](without_sinks(problem) if sinks else problem, functions)
     if sinks:
@@ -75,7 +77,7 @@ def solve(problem: Problem, functions: BlockFunctions) -> tuple[Array, State | N
         _, front, stop = _ends(problem)
         seen = front, np.minimum(front + sinks, stop)
         part = combine(part, _exact(problem.replace(query_spec=spec), functions, seen)[0])
-    if sinks and state is not None:
+    if sinks and return_state:
         sees = Visible(right=0, cu_seqlens=problem.sees.cu_seqlens)
         whole = problem.replace(query=problem.key, sees=sees, exact=ExactKeys())
         state = _linear(whole, functions)[1]
@@ -528,8 +530,6 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
         if width < size:
             taken_of = jax.lax.dynamic_slice_in_dim
             keys = jax.tree.map(lambda x: taken_of(x, rows[3], width, axis=x.ndim - 2), tokens)
-        if steps == 1:
-            return (), _pair(pairs_of(taken, rows, 0, keys))
 
         def add(sums: Any, of_block: Any) -> Any:
             number, keys = of_block

@@ -190,8 +190,7 @@ def _scan_groups(problem: Recurrence, interval: int | None = None) -> tuple[Arra
     ``interval``: tokens between borders at which the state goes on.
     """
     xp, length, borders = problem.xp, problem.key.shape[-2], problem.borders
-    chunk_size = _power_of_two(problem.chunk_size)
-    size, layout, places = TRACED_CHUNKS * chunk_size, None, []
+    size, layout, places = TRACED_CHUNKS * _power_of_two(problem.chunk_size), None, []
     if borders is not None:
         runs = [whole_run(*ends) for ends in pairwise(borders)]
         layout, places = Layout.of(runs, len(runs), size)
@@ -200,7 +199,7 @@ def _scan_groups(problem: Recurrence, interval: int | None = None) -> tuple[Arra
             # Only the first run begins anew.
             layout = layout._replace(starts=layout.starts + interval * layout.sums)
         problem = replace(problem, state_lead=(len(runs), *problem.state_lead))
-    group = _Group(slice(0, size), min(chunk_size, size))
+    group = _Group(slice(0, size), size // TRACED_CHUNKS)
 
     def placed(x: Array) -> Array:
         if layout is None:
