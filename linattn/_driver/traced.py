@@ -52,6 +52,9 @@ from linattn.typing import Array, ExactKeys, Partial, Problem, State, Tokens, Vi
 ROWS, KEYS = 256, 256
 """Queries, and keys, that are paired together."""
 
+MAX_NARROW = 1024
+"""Most keys beside a window of these queries that are paired at once."""
+
 
 def covers(problem: Problem) -> bool:
     """Whether JAX compiles a problem that `solve` computes; a short one may be a block alone."""
@@ -492,7 +495,8 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
     last = np.where(low < stop, stop, 0).max(axis=1)
     first = np.minimum(np.where(low < stop, low, size).min(axis=1), last)
     width = max(1, int((last - first).max()))
-    steps = -(-width // KEYS)
+    is_narrow = width <= MAX_NARROW and not (problem.sees.left is problem.exact.window is None)
+    steps = 1 if is_narrow else -(-width // KEYS)
     block = -(-width // steps)
     width = steps * block
     first = np.minimum(first, max(size - width, 0))
@@ -530,6 +534,9 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
         if width < size:
             taken_of = jax.lax.dynamic_slice_in_dim
             keys = jax.tree.map(lambda x: taken_of(x, rows[3], width, axis=x.ndim - 2), tokens)
+
+        if is_narrow:
+            return (), _pair(pairs_of(taken, rows, 0, keys))
 
         def add(sums: Any, of_block: Any) -> Any:
             number, keys = of_block

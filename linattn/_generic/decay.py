@@ -13,30 +13,16 @@ from linattn.typing import Array, Features, State, Tokens
 from linattn.typing._shifts import largest
 
 MAX_ROWS = 128
-"""Rows that are summed up together in a program of JAX."""
+"""Most rows that a program of JAX sums up by a triangle: a cumulative sum is compiled as many steps."""
 
 
 def decay_since(log_decay: Array) -> Array:
     """Log decay from the start of a block up to each of its tokens, the token's own included."""
-    if is_staged(log_decay):
-        return _sums_by_rows(log_decay)
-    return namespace(log_decay).cumulative_sum(log_decay, axis=-2)
-
-
-def _sums_by_rows(x: Array) -> Array:
-    """Return sums up to each row; XLA makes a program of many steps of cumulative ones."""
-    xp, n = namespace(x), x.shape[-2]
-    if n > MAX_ROWS:
-        size = MAX_ROWS * -(-n // MAX_ROWS)
-        rows = xp.concat([x, xp.zeros((*x.shape[:-2], size - n, 1), dtype=x.dtype)], axis=-2)
-        rows = xp.reshape(rows, (*x.shape[:-2], -1, MAX_ROWS, 1))
-        since = _sums_by_rows(rows)
-        totals = since[..., -1, :]
-        since = since + (_sums_by_rows(totals) - totals)[..., None, :]
-        return xp.reshape(since, (*x.shape[:-2], size, 1))[..., :n, :]
-    return xp.sum(xp.tril(xp.matrix_transpose(xp.broadcast_to(x, (*x.shape[:-1], n)))), axis=-1)[
-        ..., None
-    ]
+    xp, n = namespace(log_decay), log_decay.shape[-2]
+    if n <= MAX_ROWS and is_staged(log_decay):
+        rows = xp.broadcast_to(xp.matrix_transpose(log_decay), (*log_decay.shape[:-2], n, n))
+        return xp.sum(xp.tril(rows), axis=-1, keepdims=True)
+    return xp.cumulative_sum(log_decay, axis=-2)
 
 
 def decay_until(log_decay: Array) -> Array:
