@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from linattn._arrays import dtype_bits, namespace
+from linattn._arrays import dtype_bits, is_staged, namespace
 from linattn.typing import Array
 
 ignore_fp_warnings = partial(
@@ -48,7 +48,7 @@ def exp_or_zero(x: Array, bits: int = 0, least: dict[int, float] = LEAST) -> Arr
     """
     xp = namespace(x)
     start = log(least[dtype_bits(x.dtype)]) - bits * log(2)
-    if isinstance(x, np.ndarray) and x.min(initial=inf) >= start:
+    if is_staged(x) or (isinstance(x, np.ndarray) and x.min(initial=inf) >= start):
         weights: Array = xp.exp(x)
     else:
         weights = xp.exp(xp.maximum(x, xp.full_like(x[..., :1], start)))
@@ -57,8 +57,10 @@ def exp_or_zero(x: Array, bits: int = 0, least: dict[int, float] = LEAST) -> Arr
 
 
 def flushed(x: Array, least: dict[int, float] = LEAST) -> Array:
-    """Put 0 where a number is smaller than ``least``."""
+    """Put 0 where a number is smaller than ``least``; XLA does so itself for what is not normal."""
     xp = namespace(x)
+    if is_staged(x):
+        return x
     # What is 0 stays as it is: through a constant a framework would pass no gradient.
     is_small = (xp.abs(x) < least[dtype_bits(x.dtype)]) & (x != 0)
     if isinstance(x, np.ndarray) and not is_small.any():

@@ -59,6 +59,10 @@ LOOPS: dict[str, dict[str, Any]] = {
     "window, fading": {"exact_window": 40, "log_decay": -0.02, "return_log_normalizer": True},
     "two sides": {"log_decay": -0.02, "return_state": True},
     "window, stops": {"exact_window": 20, "key_stop": STOPS, "sinks": 3, "return_state": True},
+    "window, far ahead": {
+        **{"exact_window": 10, "key_stop": np.minimum(2 * np.arange(LENGTH) + 40, LENGTH)},
+        **BIASES,
+    },
     "window, prefix": {"exact_window": 9, "prefix_length": 40, "key_mask": MASK, **BIASES},
     "window, packed": {
         **{"exact_window": 12, "is_causal": True, "cu_seqlens": BORDERS, "log_decay": DECAY},
@@ -334,17 +338,17 @@ def test_the_program_has_as_many_operations_at_every_length(jax, name, how):
     phi, options = COUNTED[name]
     fixed = {n: x for n, x in options.items() if not n.startswith("return")}
 
-    def stretched(x, length):
+    def stretched(name, x, length):
         """Rows of an option, as many as there are tokens; borders and stops at their places."""
         if isinstance(x, list):
             return [b * length // LENGTH for b in x]
         if hasattr(x, "shape") and x.shape[-1] == LENGTH:
             rows = np.resize(x, (*x.shape[:-1], length))
-            return np.sort(rows) * length // LENGTH if x is STOPS else rows
+            return np.sort(rows) * length // LENGTH if name == "key_stop" else rows
         return x
 
     def count(length):
-        given = {n: stretched(x, length) for n, x in fixed.items()}
+        given = {n: stretched(n, x, length) for n, x in fixed.items()}
         moving = {n: given.pop(n) for n in [*given] if n in ("key_mask", "key_bias", *BIASES)}
         moving |= {
             n: given.pop(n) for n in [*given] if hasattr(given[n], "dtype") and n != "key_stop"

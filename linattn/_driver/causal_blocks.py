@@ -233,8 +233,14 @@ def _scan_staged(
     if is_exact:
         return _token_by_token(*block)
     part, after = scan_features(*block)
-    accepted = _accepted(part, log_weight, values_and_one, state, state.kvz.shape[-2])
-    return part, after, _arrays.namespace(accepted).all(accepted)
+    jax, m = sys.modules["jax"], state.kvz.shape[-2]
+    part_, values, before = jax.lax.stop_gradient((part, values_and_one, state))
+    is_fine = jax.numpy.all(_accepted_at_once(part_, values, before, m))
+
+    def look() -> Array:
+        return jax.numpy.all(_accepted(part_, log_weight, values, before, m))
+
+    return part, after, jax.lax.cond(is_fine, lambda: is_fine, look)
 
 
 def _token_by_token(

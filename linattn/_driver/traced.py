@@ -303,8 +303,8 @@ def _with_weight(part: Partial, problem: Problem, side: _Side) -> Partial:
     bias, decay, log = problem.weights.relative_bias, problem.weights.log_decay, part.log
     if bias is not None:
         log = log + bias.table[..., side.end, None, None]
-    gap = np.concatenate(side.gaps)
-    if decay is not None and gap.any():
+    gap = None if decay is None else np.concatenate(side.gaps)
+    if gap is not None and gap.any():
         log = log + problem.xp.astype(_elapsed(problem, gap), problem.dtype)
     return Partial(part.num_den, log)
 

@@ -13,7 +13,10 @@ from linattn.typing import Array, Features, State, Tokens
 from linattn.typing._shifts import largest
 
 MAX_ROWS = 128
-"""Most rows that a program of JAX sums up by a triangle: a cumulative sum is compiled as many steps."""
+"""Most rows that a program of JAX sums up by a triangle.
+
+It would compile a cumulative sum as many steps.
+"""
 
 
 def decay_since(log_decay: Array) -> Array:
