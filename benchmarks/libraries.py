@@ -8,8 +8,8 @@ the least times of some rounds, in which the libraries take turns. On one thread
 time, on one core, else wall time. Gradients are a forward and a backward pass: by the functions of
 NumPy that return a pullback, by ``backward()`` of the plain function and of
 ``linattn.interop.torch``, and by ``jax.grad``. Calls under ``jax.jit`` are compiled before. A row
-of decoding is a hundred steps, of one token of all heads. The last column is torch's own
-exact attention over ours.
+of decoding is a hundred steps, of one token of all heads. The last columns are torch's own
+exact attention over ours, and ours under ``jax.jit`` over `chunked`.
 
 ``--record`` writes ``benchmarks/results/libraries.json``; ``--page`` writes the table of
 docs/performance.md from it. The number of cores is set as Linux does.
@@ -81,11 +81,48 @@ GRADIENTS = (
     *("softmax, full", "softmax, causal"),
 )
 NOT_TRACED = ("attention()",)
-LIBRARIES = ("NumPy", "torch", "interop.torch", "JAX, eager", "JAX, jit", "torch's own")
+LIBRARIES = ("NumPy", "torch", "interop.torch", "JAX, eager", "JAX, jit", "torch's own", "formula")
+CHUNKED = ("FAVOR+, causal", "elu + 1, causal")
 ROUNDS, SECONDS = (2, 20), 1.0
 """Fewest and most rounds of a row; between them it takes this long."""
 
 Calls = dict[str, Callable[[], Any]]
+
+
+def chunked(name: str) -> Callable[..., Any]:
+    """Return causal attention as it is written in JAX by hand: chunks of 128, and no checks.
+
+    FAVOR+ has one shift for all keys, and a constant that is added to each feature.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    import linattn
+
+    size = 128
+    rows = linattn.feature_maps.PositiveFeatures(DIM, num_features=256, rng=0).projection
+    rows, below = jnp.asarray(rows, jnp.float32), jnp.tril(jnp.ones((size, size)))
+
+    def features(x: Any, axes: Any) -> Any:
+        if name.startswith("elu"):
+            return jax.nn.elu(x) + 1
+        exponent = DIM**-0.25 * x @ rows.T
+        top = jax.lax.stop_gradient(exponent.max(axes, keepdims=True))
+        return jnp.exp(exponent - (x * x).sum(-1, keepdims=True) * DIM**-0.5 / 2 - top) + 1e-4
+
+    def step(sums: Any, chunk: Any) -> Any:
+        q, k, v = chunk
+        return sums + k.mT @ v, q @ sums + (q @ k.mT * below) @ v
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        q, k = features(query, -1), features(key, (-1, -2))
+        v = jnp.concat([value, jnp.ones_like(value[..., :1])], axis=-1)
+        cut = (jnp.moveaxis(x.reshape(HEADS, -1, size, x.shape[-1]), 1, 0) for x in (q, k, v))
+        _, out = jax.lax.scan(step, jnp.zeros((HEADS, q.shape[-1], DIM + 1)), tuple(cut))
+        out = jnp.moveaxis(out, 0, 1).reshape(HEADS, -1, DIM + 1)
+        return out[..., :-1] / out[..., -1:]
+
+    return attend
 
 
 def main() -> None:
@@ -180,6 +217,9 @@ def _forward(name: str, call: Any, host: Any) -> Calls:
     if name not in NOT_TRACED:
         compiled = jax.jit(call).lower(*arrays).compile()
         found["JAX, jit"] = lambda: jax.block_until_ready(compiled(*arrays))
+    if name in CHUNKED:
+        by_hand = jax.jit(chunked(name)).lower(*arrays).compile()
+        found["formula"] = lambda: jax.block_until_ready(by_hand(*arrays))
     if name in ("softmax, full", "softmax, causal"):
         theirs = partial(
             torch.nn.functional.scaled_dot_product_attention, is_causal=name.endswith("causal")
@@ -244,6 +284,10 @@ def _gradient(name: str, call: Any, host: Any) -> Calls:
         "JAX, eager": lambda: jax.block_until_ready(eager(*arrays)),
         "JAX, jit": lambda: jax.block_until_ready(compiled(*arrays)),
     }
+    if name in CHUNKED:
+        of_formula = jax.grad(lambda *x: chunked(name)(*x).sum(), (0, 1, 2))
+        by_hand = jax.jit(of_formula).lower(*arrays).compile()
+        found["formula"] = lambda: jax.block_until_ready(by_hand(*arrays))
     if kind == "softmax_attention":
         four = [x.detach()[None].requires_grad_() for x in leaves]
         theirs = partial(torch.nn.functional.scaled_dot_product_attention, **options)
@@ -261,7 +305,8 @@ def table(record: Any) -> str:
     lines = []
     for threads in sorted({row["threads"] for row in record["rows"]}):
         several = f"{threads} threads" if threads > 1 else "one thread"
-        head = f"{several}; NumPy, ms", *LIBRARIES[1:5], "torch's own over ours"
+        last = "torch's own over ours", "JAX, jit, over a formula"
+        head = f"{several}; NumPy, ms", *LIBRARIES[1:5], *last
         lines += ["", f"| {' | '.join(head)} |", f"| --- |{' ---: |' * (len(head) - 1)}"]
         by_call: dict[str, list[Any]] = {}
         for row in record["rows"]:
@@ -271,12 +316,14 @@ def table(record: Any) -> str:
             base = "/".join(f"{each['NumPy']:.3g}" for each in times)
             cells = [_ratios(times, name, "NumPy") for name in LIBRARIES[1:5]]
             cells.append(_ratios(times, "torch's own", "torch"))
+            cells.append(_ratios(times, "JAX, jit", "formula", of="formula"))
             lines.append(f"| {call}; {base} | {' | '.join(cells)} |")
     return "\n".join(lines[1:])
 
 
-def _ratios(times: list[Any], name: str, base: str) -> str:
-    return "/".join(f"{each[name] / each[base]:.2f}" for each in times if name in each) or "-"
+def _ratios(times: list[Any], name: str, base: str, of: str = "") -> str:
+    measured = [each for each in times if (of or name) in each]
+    return "/".join(f"{each[name] / each[base]:.2f}" for each in measured) or "-"
 
 
 def write_page(record: Any) -> None:

@@ -476,7 +476,7 @@ def test_the_table_of_libraries_has_a_ratio_for_each_length():
 
     times = {"NumPy": 2.0, "torch": 3.0, "JAX, eager": 4.0, "torch's own": 1.5}
     rows = [{"call": "a", "tokens": n, "threads": 1, "milliseconds": times} for n in (512, 2048)]
-    assert "| a; 2/2 | 1.50/1.50 | - | 2.00/2.00 | - | 0.50/0.50 |" in libraries.table(
+    assert "| a; 2/2 | 1.50/1.50 | - | 2.00/2.00 | - | 0.50/0.50 | - |" in libraries.table(
         {"rows": rows}
     )
     page = libraries.PAGE.read_text()
