@@ -199,9 +199,10 @@ def staged_block(
 
         def scan(*block: Any) -> tuple[Partial, State]:
             weight = None if key.log_weight is None else key.log_weight[..., None, :, :]
-            *scanned, accepted = _scan_staged(*block, None, is_exact, weight)
+            of_block: Any = *block, None, is_exact, weight
+            part, after, accepted = _scan_staged(*of_block)
             found.append(accepted)
-            return tuple(scanned)
+            return part, after
 
         tokens = query, key, values_and_one, state
         part, after = scan_separate(query_spec, key_spec, *tokens, scan)
@@ -270,7 +271,7 @@ def _token_by_token(
     sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
     length = state.length + values_and_one.shape[-2]
     part = Partial(*(jax.numpy.moveaxis(x, 0, -2) for x in rows))
-    return part, State(*sums, length), jax.numpy.asarray(True)
+    return part, State(sums[0], sums[1], length), jax.numpy.asarray(True)
 
 
 def _scanned(

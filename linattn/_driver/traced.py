@@ -520,10 +520,11 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
         elif time is not None:
             bias = -abs(time - xp.matrix_transpose(clock) - mean * offset)
             bias = xp.astype(bias, problem.dtype)
-        pairs = Tokens(x, log_weight, 0), values, visible, bias
+        key, block_of = Tokens(x, log_weight, 0), functions.exact_block
         if table is None:
-            return Partial(*_pair(functions.exact_block(*query, *pairs)))
-        return Partial(*_pair(exact_pairs(*query, *pairs, True, functions.exact_block)))
+            return Partial(*_pair(block_of(*query, key, values, visible, bias)))
+        part = exact_pairs(*query, key, values, visible, bias, True, block_of)
+        return Partial(*_pair(part))
 
     def step(_: Any, chunk: Any) -> Any:
         rows, end, query = chunk

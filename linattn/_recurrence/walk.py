@@ -190,7 +190,7 @@ def _scan_groups(problem: Recurrence, interval: int | None = None) -> tuple[Arra
     ``interval``: tokens between borders at which the state goes on.
     """
     xp, length, borders = problem.xp, problem.key.shape[-2], problem.borders
-    size, layout, places = TRACED_CHUNKS * _power_of_two(problem.chunk_size), None, []
+    size, layout = TRACED_CHUNKS * _power_of_two(problem.chunk_size), None
     if borders is not None:
         runs = [whole_run(*ends) for ends in pairwise(borders)]
         layout, places = Layout.of(runs, len(runs), size)
