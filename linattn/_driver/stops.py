@@ -9,11 +9,12 @@ the blocks beside it: their borders are the two numbers. Modes of one line have 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from linattn._generic.loops import Integers
+from linattn._generic.loops import Integers, Run
 from linattn.typing import Problem
 
 
@@ -80,3 +81,42 @@ def stops_of(problem: Problem) -> Stops:
     """Return what the queries of a problem read by the map, beside a window or to both sides."""
     lengths, sees = (problem.query.shape[-2], problem.key.shape[-2]), problem.sees
     return Stops(*lengths, sees.query_start, problem.exact.window, sees.ahead, sees.key_stop)
+
+
+class SideRuns(NamedTuple):
+    """Keys that queries read by the map, to one side of their own place, in runs."""
+
+    end: int
+    """Which weight of far keys they have: the first, or the last (-1)."""
+    runs: list[Run]
+    gaps: list[Integers]
+    """Tokens from a query to the nearest of these keys, for the queries of each sequence."""
+
+
+def side_runs(problem: Problem) -> list[SideRuns]:
+    """List the keys to the left, those to the right up to a pivot, and those from it on."""
+    left, near, beyond = SideRuns(0, [], []), SideRuns(-1, [], []), SideRuns(-1, [], [])
+    for first, stops in sequences_of(problem):
+        keys, queries = first + np.arange(stops.num_keys), first + np.arange(stops.length)
+        of_rows = stops.of(slice(0, stops.length))
+        last = of_rows.end if problem.mode == "stops" else of_rows.left
+        place = np.arange(stops.length) + stops.start
+        left.runs.append(Run(keys, queries, last))
+        left.gaps.append(place + 1 - last)
+        near.gaps.append(of_rows.right - place)
+        ahead = stops.runs_ahead() if problem.mode in ("window", "two-sided") else ()
+        for rows, pivot in ahead:
+            right, end, of_run = of_rows.right[rows], of_rows.end[rows], queries[rows]
+            back = Run(keys[right[0] : pivot][::-1], of_run[::-1], (pivot - right)[::-1])
+            near.runs.append(back)
+            if end[-1] > pivot:
+                beyond.runs.append(Run(keys[pivot : end[-1]], of_run, end - pivot))
+    return [side for side in (left, near, beyond) if side.runs]
+
+
+def sequences_of(problem: Problem) -> list[tuple[int, Stops]]:
+    """List the first token of each sequence, and what its queries read by the map."""
+    whole, borders = stops_of(problem), problem.sees.cu_seqlens
+    if borders is None:
+        return [(0, whole)]
+    return [(a, whole._replace(length=b - a, num_keys=b - a)) for a, b in pairwise(borders)]

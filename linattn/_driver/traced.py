@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import reduce
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ from linattn._driver.pairs import band, biased_queries, keys_and_values, no_keys
 from linattn._driver.runner import initial_state, update
 from linattn._driver.sinks import without_sinks
 from linattn._driver.specs import is_placed, read_spec, select_rows, with_position
-from linattn._driver.stops import Stops, stops_of
+from linattn._driver.stops import SideRuns, sequences_of, side_runs
 from linattn._driver.window import Reader, Side, Window
 from linattn._generic.decay import decay_since
 from linattn._generic.exact import exact_pairs
@@ -219,45 +218,6 @@ def _added_and_read(
     return rows, sums
 
 
-class _Side(NamedTuple):
-    """Keys that queries read by the map, to one side of their own place, in runs."""
-
-    end: int
-    """Which weight of far keys they have: the first, or the last (-1)."""
-    runs: list[Run]
-    gaps: list[Integers]
-    """Tokens from a query to the nearest of these keys, for the queries of each sequence."""
-
-
-def _sides(problem: Problem) -> list[_Side]:
-    """List the keys to the left, those to the right up to a pivot, and those from it on."""
-    left, near, beyond = _Side(0, [], []), _Side(-1, [], []), _Side(-1, [], [])
-    for first, stops in _sequences(problem):
-        keys, queries = first + np.arange(stops.num_keys), first + np.arange(stops.length)
-        of_rows = stops.of(slice(0, stops.length))
-        last = of_rows.end if problem.mode == "stops" else of_rows.left
-        place = np.arange(stops.length) + stops.start
-        left.runs.append(Run(keys, queries, last))
-        left.gaps.append(place + 1 - last)
-        near.gaps.append(of_rows.right - place)
-        ahead = stops.runs_ahead() if problem.mode in ("window", "two-sided") else ()
-        for rows, pivot in ahead:
-            right, end, of_run = of_rows.right[rows], of_rows.end[rows], queries[rows]
-            back = Run(keys[right[0] : pivot][::-1], of_run[::-1], (pivot - right)[::-1])
-            near.runs.append(back)
-            if end[-1] > pivot:
-                beyond.runs.append(Run(keys[pivot : end[-1]], of_run, end - pivot))
-    return [side for side in (left, near, beyond) if side.runs]
-
-
-def _sequences(problem: Problem) -> list[tuple[int, Stops]]:
-    """List the first token of each sequence, and what its queries read by the map."""
-    whole, borders = stops_of(problem), problem.sees.cu_seqlens
-    if borders is None:
-        return [(0, whole)]
-    return [(a, whole._replace(length=b - a, num_keys=b - a)) for a, b in pairwise(borders)]
-
-
 def _lines(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:
     """Scan the keys of all sides and sequences, one run after the other."""
     borders, length, state = problem.sees.cu_seqlens, problem.query.shape[-2], problem.state
@@ -269,7 +229,7 @@ def _lines(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]
     nothing = initial_state(problem.replace(state=None))
     pairs = zip(first[:2], nothing[:2], strict=True)
     before, sums = first.length, tuple(problem.xp.concat([x, y[None]]) for x, y in pairs)
-    sides = _sides(problem)
+    sides = side_runs(problem)
     layout, places = Layout.of([run for side in sides for run in side.runs], count + 1)
     if is_placed(problem):
         problem = _at_positions(problem, before)
@@ -298,7 +258,7 @@ def _read_in_runs(whole: Partial, runs: list[Run], places: list[Integers], lengt
     return Partial(xp.where(reads, num_den, 0), xp.where(reads, log, -xp.inf))
 
 
-def _with_weight(part: Partial, problem: Problem, side: _Side) -> Partial:
+def _with_weight(part: Partial, problem: Problem, side: SideRuns) -> Partial:
     """Add the weight of far keys of a side, and the decay from them to the query."""
     bias, decay, log = problem.weights.relative_bias, problem.weights.log_decay, part.log
     if bias is not None:
@@ -329,7 +289,7 @@ def _elapsed(problem: Problem, gap: Integers) -> Array:
 
 def _at_positions(problem: Problem, before: Any) -> Problem:
     """Give tokens their position as one more coordinate, of which the map makes features."""
-    xp, sequences = problem.xp, _sequences(problem)
+    xp, sequences = problem.xp, sequences_of(problem)
     key = np.concatenate([np.arange(stops.num_keys) for _, stops in sequences])
     query = np.concatenate([np.arange(stops.length) + stops.start for _, stops in sequences])
 
@@ -412,9 +372,9 @@ def _windowed(problem: Problem, functions: BlockFunctions) -> tuple[Partial, Sta
     at_end = sees.query_start >= 0 and lengths[0] + sees.query_start == lengths[1]
     if sees.cu_seqlens is None and sees.key_stop is None and at_end:
         return _in_blocks(problem, functions)
-    far, state = _lines(problem, functions)
+    read, state = _lines(problem, functions)
     near, _ = _exact(problem.replace(query_spec=problem.exact.spec), functions)
-    return combine(far, near), state
+    return combine(read, near), state
 
 
 def _in_blocks(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]:

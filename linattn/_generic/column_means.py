@@ -102,9 +102,9 @@ def scan_on_one_scale(
     before = rescaled(state.kvz, state.log_scale - shift, LEAST)
     z = xp.cumulative_sum(weights_k, axis=-2) + before[..., None, :, -1]
     # Rows before the first key read nothing.
-    some = xp.any(log_k > -xp.inf, axis=-1, keepdims=True)
-    first = xp.argmax(xp.astype(some, xp.int32), axis=-2, keepdims=True)
-    place = xp.arange(some.shape[-2], device=array_api_compat.device(z))[:, None]
+    is_key = xp.any(log_k > -xp.inf, axis=-1, keepdims=True)
+    first = xp.argmax(xp.astype(is_key, xp.int32), axis=-2, keepdims=True)
+    place = xp.arange(is_key.shape[-2], device=array_api_compat.device(z))[:, None]
     before_any = (place < first) & xp.all(state.log_scale == -xp.inf, axis=-1)[..., None, None]
     is_exact = xp.all((z >= float(xp.finfo(z.dtype).eps) ** 2) | before_any)
     row = largest(log_q, keepdims=True)
