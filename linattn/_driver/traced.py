@@ -272,8 +272,10 @@ def _with_weight(part: Partial, problem: Problem, side: SideRuns) -> Partial:
 def _clock(problem: Problem) -> tuple[Array, Array]:
     """Return the mean log decay, and sums of the rest up to each token, ``(..., S, 1)``.
 
-    Differences of these sums round little.
+    Differences of these sums round little. None without a decay.
     """
+    if problem.weights.log_decay is None:
+        return None, None
     decay = decay_of_rows(problem, slice(0, problem.key.shape[-2]))
     mean = problem.xp.mean(decay, axis=-2, keepdims=True)
     return mean, decay_since(decay - mean)
@@ -449,9 +451,7 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
     missing = np.zeros(-length % ROWS, np.int64)
     seen = _seen(problem) if seen is None else seen
     low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in seen)
-    mean, clock = None, None
-    if problem.weights.log_decay is not None:
-        mean, clock = _clock(problem)
+    mean, clock = _clock(problem)
     last = np.where(low < stop, stop, 0).max(axis=1)
     first = np.minimum(np.where(low < stop, low, size).min(axis=1), last)
     width = max(1, int((last - first).max()))
@@ -473,13 +473,7 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
         place = first + number * block + xp.arange(block)
         visible = None if sees_all else (place >= low[:, None]) & (place < stop[:, None])
         offset = place - (start + xp.arange(ROWS)[:, None] + problem.sees.query_start)
-        bias = None
-        if table is not None:
-            offset = xp.clip(offset, -table.reach - 1, table.reach + 1)
-            bias = table.table[..., offset + table.reach + 1]
-        elif time is not None:
-            bias = -abs(time - xp.matrix_transpose(clock) - mean * offset)
-            bias = xp.astype(bias, problem.dtype)
+        bias = _bias(problem, offset, None if time is None else (mean, time, clock))
         key, block_of = Tokens(x, log_weight, 0), functions.exact_block
         if table is None:
             return Partial(*_pair(block_of(*query, key, values, visible, bias)))
@@ -520,6 +514,19 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
         counts = key.log_weight is None or key.log_weight > -xp.inf
         part = part._replace(num_den=part.num_den + _infinities(values, counts, *seen))
     return part, None
+
+
+def _bias(problem: Problem, offset: Array, decay: Any) -> Array:
+    """Log weight of pairs by their offset, or by the decay between them; None without either."""
+    xp, table = problem.xp, problem.weights.relative_bias
+    if table is not None:
+        index = xp.clip(offset, -table.reach - 1, table.reach + 1) + table.reach + 1
+        return table.table[..., index]
+    if decay is None:
+        return None
+    mean, time, clock = decay
+    between = time - xp.matrix_transpose(clock) - mean * offset
+    return xp.astype(-abs(between), problem.dtype)
 
 
 def _infinities(values: Array, counts: Array, low: Integers, stop: Integers) -> Array:
