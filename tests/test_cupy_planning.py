@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +23,8 @@ def gpu(monkeypatch):
     given = SimpleNamespace(processors=4, shared_bytes=227 * 1024, memory_bytes=80 * 2**30)
     for name in vars(given):
         monkeypatch.setattr(device, name, lambda name=name: getattr(given, name))
-    numpys: dict[str, Any] = {"contiguous": np.ascontiguousarray, "broadcast": np.broadcast_to}
-    numpys |= {"empty": np.empty, "full": np.full, "zeros": np.zeros}
-    numpys["address"] = lambda array: array.ctypes.data
-    for name, function in numpys.items():
-        monkeypatch.setattr(device, name, function)
-    monkeypatch.setattr(device, "on_device", lambda array: nullcontext())
+    monkeypatch.setattr(device._Lazy, "__getattr__", lambda self, name: getattr(np, name))
+    monkeypatch.setattr(device, "address", lambda array: array.ctypes.data)
     return given
 
 

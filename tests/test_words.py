@@ -73,7 +73,6 @@ NAMES = (
 )
 ALLOWED = {
     ("columns", "backends/linattn_cupy/fused.py"): "of a state's matrix, e + 1",
-    ("columns", "backends/linattn_cupy/gradients.py"): "of a state's matrix",
     ("columns", "backends/linattn_cupy/products.py"): "of matrices",
     ("columns", "backends/linattn_cupy/states.py"): "of a state's matrix",
     ("columns", "backends/linattn_cupy/steps.py"): "of a state's matrix",

@@ -27,6 +27,18 @@ Grid = tuple[int, int, int]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+class _Lazy:
+    """CuPy, imported when it is first used: this package is imported where there is none too."""
+
+    def __getattr__(self, name: str) -> Any:
+        import cupy
+
+        return getattr(cupy, name)
+
+
+cupy: Any = _Lazy()
+
+
 class UnsupportedError(Exception):
     """No kernel takes this problem; the generic code does."""
 
@@ -64,8 +76,6 @@ def open_compiler() -> None:
     NVRTC 13.0 loads a library of its own when it first compiles, and fails in the threads that
     compile meanwhile; so would CuPy's own kernels, whatever they are for.
     """
-    import cupy
-
     try:
         with _first_compilation:
             code = 'extern "C" __global__ void nothing() {}'
@@ -86,8 +96,6 @@ def _kernel(
     source: str, function: str, options: tuple[tuple[str, int], ...], device: int
 ) -> _Kernel | str:
     """Build a kernel, or return the reason why it never can be built; either is cached."""
-    import cupy
-
     capability = int(cupy.cuda.Device(device).compute_capability)
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
@@ -123,8 +131,6 @@ def launch(
     KernelUnavailableError
         It cannot be built for this device, or not now, or needs more shared memory than that has.
     """
-    import cupy
-
     device = cupy.cuda.runtime.getDevice()
     kernel = _kernel(source, function, tuple(options.items()), device)
     if isinstance(kernel, str):
@@ -142,107 +148,51 @@ def check_shared_memory(what: str, needed: int, available: int) -> None:
         )
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return a new array on the current device, its elements not initialized."""
-    import cupy
-
-    return cupy.empty(shape, dtype=dtype)
-
-
-def full(shape: tuple[int, ...], value: float, dtype: Any) -> Array:
-    """Return a new array of one value on the current device."""
-    import cupy
-
-    return cupy.full(shape, value, dtype=dtype)
-
-
-def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return a new array of zeros on the current device: no kernel fills it."""
-    import cupy
-
-    return cupy.zeros(shape, dtype=dtype)
-
-
 def address(array: Array) -> int:
     """Return where an array's first element lies."""
     return int(array.data.ptr)
 
 
-def contiguous(array: Array) -> Array:
-    """Return the array, or a copy of it in C order."""
-    import cupy
-
-    return cupy.ascontiguousarray(array)
-
-
-def broadcast(array: Array, shape: tuple[int, ...]) -> Array:
-    """Return a view of an array in a larger shape."""
-    import cupy
-
-    return cupy.broadcast_to(array, shape)
-
-
 def processors() -> int:
     """Count the multiprocessors of the current device."""
-    import cupy
-
     return _attribute("MultiProcessorCount", cupy.cuda.runtime.getDevice())
 
 
 def shared_bytes() -> int:
     """Return how much shared memory a block may have on the current device."""
-    import cupy
-
     return _attribute("MaxSharedMemoryPerBlockOptin", cupy.cuda.runtime.getDevice())
 
 
 def capability() -> int:
     """Return ten times the compute capability of the current device."""
-    import cupy
-
     return int(cupy.cuda.Device().compute_capability)
 
 
 def name() -> str:
     """Return what the current device is called."""
-    import cupy
-
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     return str(properties["name"].decode())
 
 
 def stream() -> Any:
     """Return CuPy's current stream."""
-    import cupy
-
     return cupy.cuda.get_current_stream()
 
 
 def memory_bytes() -> int:
     """Return how much memory the current device has."""
-    import cupy
-
     return _memory_bytes(cupy.cuda.runtime.getDevice())
 
 
 @lru_cache(maxsize=64)
 def _memory_bytes(device: int) -> int:
-    import cupy
-
     with cupy.cuda.Device(device):
         return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
 @lru_cache(maxsize=64)
 def _attribute(name: str, device: int) -> int:
-    import cupy
-
     return int(cupy.cuda.Device(device).attributes[name])
-
-
-def on_device(array: Array) -> Any:
-    """Make an array's device the current one, inside a ``with`` block."""
-    return array.device
 
 
 def or_generic(function: _F) -> _F:

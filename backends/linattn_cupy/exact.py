@@ -15,6 +15,7 @@ import numpy as np
 
 from linattn.typing import Array, Declined, Problem
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import heads_of
 from linattn_cupy.planning import Block, blocks_of, scores_of, window_tokens_of
 from linattn_cupy.products import multiply
@@ -60,7 +61,7 @@ class _Pairs(NamedTuple):
         """Weigh the keys of some queries, and write their rows."""
         query, value = self.query.part(rows)[heads], self.value[heads, keys]
         (count, n), s = query.shape[:2], value.shape[1]
-        scores = device.empty((count, n, s), "float32")
+        scores = cupy.empty((count, n, s), "float32")
         multiply(query, self.key[heads, keys], scores, transpose_b=True)
         to = self.out.part(rows)
         output, norms = to.rows[heads], None if to.norms is None else to.norms[heads]
@@ -129,13 +130,13 @@ def softmax_attention(problem: Problem) -> Any:
     device.require(problem.lead == problem.state_lead, QUERIES_SHARE)
     sizes = (*problem.lead, *(size for array in arrays for size in array.shape[-2:]))
     device.require(0 not in sizes, "an axis has length 0")
-    fine = device.full((1,), 1, "int32")
+    fine = cupy.full((1,), 1, "int32")
     start, is_causal = problem.sees.query_start, problem.sees.is_causal
     device.require(start >= 0, "queries stand before the keys")
     (length, _), (size, e) = problem.query.shape[-2:], problem.value.shape[-2:]
     total = math.prod(problem.lead)
-    norms = device.empty((total, length), "float32") if problem.want_log else None
-    out = Output(device.empty((total, length, e), "float32"), norms, divides=True)
+    norms = cupy.empty((total, length), "float32") if problem.want_log else None
+    out = Output(cupy.empty((total, length, e), "float32"), norms, divides=True)
     pairs = _pairs(problem, problem.query_spec.scale, out)
     with products_of(problem):
         for heads, rows in scores_of(total, length, size, start if is_causal else None):
@@ -164,7 +165,7 @@ def window_attention(problem: Problem) -> Any:
     device.require(problem.weights.log_decay is None, DECAYS)
     is_supported = MIN_WINDOW <= window <= MAX_WINDOW
     device.require(is_supported, f"{window} tokens are not within {MIN_WINDOW} and {MAX_WINDOW}")
-    fine, exact = device.full((1,), 1, "int32"), problem.exact._replace(window=None)
+    fine, exact = cupy.full((1,), 1, "int32"), problem.exact._replace(window=None)
     work = work_of(problem.replace(exact=exact))
     length, e = problem.query.shape[-2], problem.value.shape[-1]
     out = work.output(length, e, problem.want_log)
@@ -207,8 +208,8 @@ def _window_block(
     del seen
     heads, tiles, _, width = kvz.shape
     e, tile = width - 1, count // tiles
-    dens, logs = (device.empty((heads, count), "float32") for _ in range(2))
-    nums = device.empty((heads * tiles, tile, e), "float32")
+    dens, logs = (cupy.empty((heads, count), "float32") for _ in range(2))
+    nums = cupy.empty((heads * tiles, tile, e), "float32")
     read = [shifts, kvz[..., e:], np.int64(width)]
     undivided = Output(nums, logs, divides=False)
     u = query_weights(work.queries, Block(queries, tile), read, dens[..., None], undivided)

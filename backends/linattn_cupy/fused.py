@@ -11,6 +11,7 @@ import numpy as np
 
 from linattn.typing import Array, Problem, State
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import Heads, Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 from linattn_cupy.steps import (
@@ -35,8 +36,17 @@ READ_TILES = (128, 64)
 """Tokens of a tile; the longest that fits into shared memory is taken."""
 
 VALUE_TILE = 64
-PARTS = {"segment_states": 0, "scan_states": 0, "read_states": 1, "causal_rows": 2}
-"""Option PART of the kernels: functions that are compiled together."""
+SOURCES = {
+    "fused.cu": (("segment_states", "scan_states"), ("read_states",), ("causal_rows",)),
+    "gradients.cu": (
+        ("query_terms", "key_terms", "segment_adjoints"),
+        ("read_gradients",),
+        ("causal_gradients",),
+    ),
+}
+"""Kernels by their source and its option PART: functions that are compiled together."""
+
+PARTS = {k: (source, i) for source, x in SOURCES.items() for i, part in enumerate(x) for k in part}
 
 COPIED_ELEMENTS = 8
 """Elements of 16 bits in one copy."""
@@ -143,7 +153,7 @@ def aligned_rows(array: Array) -> Array:
         and all(step % COPIED_ELEMENTS == 0 for step in steps)
         and device.address(array) % (COPIED_ELEMENTS * array.dtype.itemsize) == 0
     )
-    return array if aligned else device.contiguous(array)
+    return array if aligned else cupy.ascontiguousarray(array)
 
 
 def segments_of(length: int, heads: int, tile: int, max_segments: int) -> Segments:
@@ -163,14 +173,9 @@ def segments_of(length: int, heads: int, tile: int, max_segments: int) -> Segmen
 
 
 class Cut(NamedTuple):
-    """How a causal call is cut.
+    """How a causal call is cut: into segments, each walked by a block of threads, side by side.
 
-    Attributes
-    ----------
-    segments : Segments
-        They are walked side by side, each by one block of threads.
-    parts : Segments
-        Whole parts of segments: those before the last segment get states of their own first.
+    Those before the last segment consist of whole parts, which get states of their own first.
     """
 
     segments: Segments
@@ -257,29 +262,28 @@ class Work(NamedTuple):
         state_bytes = 4 * self.state_heads.total * self.problem.num_features * self.columns
         return int(WORKSPACE // state_bytes)
 
+    def new_states(self, *lead: int) -> tuple[Array, Array]:
+        """Allocate states with these leading axes, and their shifts."""
+        shape = *lead, self.problem.num_features
+        return cupy.empty((*shape, self.columns), "float32"), cupy.empty(shape, "float32")
+
     def new_state(self) -> tuple[Array, Array]:
         """Allocate a state of each head, and its shifts."""
-        lead, m = self.problem.state_lead, self.problem.num_features
-        kvz = device.empty((*lead, m, self.columns), "float32")
-        return kvz, device.empty((*lead, m), "float32")
+        return self.new_states(*self.problem.state_lead)
 
     def launch(
-        self, function: str, blocks: int, tile: int, args: list[Any], *, keys: bool, queries: bool
+        self, function: str, blocks: int, tile: int, args: list[Any], shared: int, **more: int
     ) -> None:
-        """Launch a kernel whose blocks hold these tokens in shared memory."""
-        variant = self.variant
+        """Launch a kernel: with shared memory, blocks of threads for each tile of the values."""
+        variant, (source, part) = self.variant, PARTS[function]
         fits = variant.dim <= MAX_DIM_OF_STRIPS and not variant.float16
         fits = fits and device.capability() // 10 != 10  # where it spills 16 bytes
         if fits and function == "segment_states" and variant.features == 32 * variant.warps:
             variant = variant._replace(warps=2 * variant.warps)
+        grid = blocks, self.value_tiles if shared else 1, 1
+        block = 32 * variant.warps, 1, 1
         device.launch(
-            "fused.cu",
-            function,
-            variant.options(PARTS[function], tile),
-            (blocks, self.value_tiles, 1),
-            (32 * variant.warps, 1, 1),
-            variant.shared(tile, keys=keys, queries=queries),
-            args,
+            source, function, {**variant.options(part, tile), **more}, grid, block, shared, args
         )
 
 
@@ -292,15 +296,19 @@ def attention(problem: Problem) -> Any:
     (queries, keys and the projection in the dtype of the inputs) and accumulated in float32.
     """
     work = work_of(problem)
-    if problem.sees.is_causal:
-        before = states_before(work)
-        output, norms, after, flags = causal_rows(work, before)
-        redo_rejected(work, before, flags, output, norms)
-    else:
-        after = full_state(work)
-        output, norms = full_rows(work, after)
+    forward = first_pass(work)
+    redo_rejected(work, forward, forward.output, forward.norms)
     seen = 0 if problem.state is None else problem.state.length
-    return output, State(*after, seen + problem.key.shape[-2]), norms
+    state = State(*forward.after, seen + problem.key.shape[-2])
+    return forward.output, state, forward.norms
+
+
+def first_pass(work: Work) -> Forward:
+    """Attend; rejected causal rows are flagged only."""
+    if work.problem.sees.is_causal:
+        return _causal_rows(work, _states_before(work))
+    after = _full_state(work)
+    return Forward(*_full_rows(work, after), after, None, None)
 
 
 def work_of(problem: Problem) -> Work:
@@ -350,15 +358,14 @@ def _initial(heads: Heads, state: State | None) -> list[Any]:
     if state is None:
         return [None, None, *[np.int64(0)] * 3]
     lead = tuple(state.kvz.shape[:-2])
-    kvz, shift = (device.contiguous(a) for a in (state.kvz, state.log_scale))
+    kvz, shift = (cupy.ascontiguousarray(a) for a in (state.kvz, state.log_scale))
     return [kvz, shift, *unit_strides(heads, lead)]
 
 
 def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
     """States of the separate segments of keys, and their shifts."""
-    m, heads = work.problem.num_features, work.state_heads
-    kvz = device.empty((heads.total, segments.number, m, work.columns), "float32")
-    shifts = device.empty((heads.total, segments.number, m), "float32")
+    heads = work.state_heads
+    kvz, shifts = work.new_states(heads.total, segments.number)
     if segments.number:
         args = [
             *view(heads, work.key),
@@ -373,7 +380,8 @@ def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
             shifts,
         ]
         blocks = heads.total * segments.number
-        work.launch("segment_states", blocks, CAUSAL_TILE, args, keys=True, queries=False)
+        shared = work.variant.shared(CAUSAL_TILE, keys=True, queries=False)
+        work.launch("segment_states", blocks, CAUSAL_TILE, args, shared)
     return kvz, shifts
 
 
@@ -392,8 +400,7 @@ def scan_segments(
     after: tuple[Any, Any] = (None, None),
 ) -> SegmentStates:
     """Merge the states of parts into those before the segments; the last one goes to ``after``."""
-    shape = (work.state_heads.total, cut.segments.number, work.problem.num_features)
-    before = device.empty((*shape, work.columns), "float32"), device.empty(shape, "float32")
+    before = work.new_states(work.state_heads.total, cut.segments.number)
     _scan(work, initial, states, (cut.segments.number, cut.parts_per_segment), before, after)
     return SegmentStates(*before, cut)
 
@@ -420,7 +427,7 @@ def _scan(
     device.launch(
         "fused.cu",
         "scan_states",
-        work.variant.options(PARTS["scan_states"], CAUSAL_TILE),
+        work.variant.options(PARTS["scan_states"][1], CAUSAL_TILE),
         (heads.total, -(-m * work.columns // SCAN_THREADS), 1),
         (SCAN_THREADS, 1, 1),
         0,
@@ -431,11 +438,11 @@ def _scan(
 def _outputs(work: Work) -> tuple[Array, Array | None]:
     problem = work.problem
     shape = (*problem.lead, problem.query.shape[-2], problem.value.shape[-1])
-    norms = device.empty(shape[:-1], "float32") if problem.want_log else None
-    return device.empty(shape, problem.query.dtype), norms
+    norms = cupy.empty(shape[:-1], "float32") if problem.want_log else None
+    return cupy.empty(shape, problem.query.dtype), norms
 
 
-def full_state(work: Work) -> tuple[Array, Array]:
+def _full_state(work: Work) -> tuple[Array, Array]:
     """State of all keys, and its shifts."""
     count = work.state_heads.total * work.value_tiles
     segments = segments_of(work.key.shape[-2], count, CAUSAL_TILE, work.max_states())
@@ -444,7 +451,7 @@ def full_state(work: Work) -> tuple[Array, Array]:
     return after
 
 
-def full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | None]:
+def _full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | None]:
     """Output, and norms where they are wanted, of queries that read a state."""
     problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
@@ -463,7 +470,8 @@ def full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | No
         output,
         norms,
     ]
-    work.launch("read_states", heads.total * segments.number, tile, args, keys=False, queries=True)
+    shared = work.variant.shared(tile, keys=False, queries=True)
+    work.launch("read_states", heads.total * segments.number, tile, args, shared)
     return output, norms
 
 
@@ -475,7 +483,20 @@ class SegmentStates(NamedTuple):
     cut: Cut
 
 
-def states_before(work: Work) -> SegmentStates:
+class Forward(NamedTuple):
+    """Output, norms where they are wanted, and the last state of a first pass.
+
+    Causal: also states before segments, and flags of rejected segments.
+    """
+
+    output: Array
+    norms: Array
+    after: tuple[Array, Array]
+    before: SegmentStates | None
+    flags: Array
+
+
+def _states_before(work: Work) -> SegmentStates:
     """Make the states before all segments."""
     tiles = work.value_tiles
     cut = cut_of(
@@ -493,14 +514,11 @@ def _token_args(work: Work) -> list[Any]:
     return [arg for array in arrays for arg in view(work.heads, array)]
 
 
-def causal_rows(
-    work: Work, before: SegmentStates
-) -> tuple[Array, Array | None, tuple[Array, Array], Array]:
-    """Output, norms where they are wanted, the last state, and flags of rejected segments."""
+def _causal_rows(work: Work, before: SegmentStates) -> Forward:
     problem, heads = work.problem, work.heads
     output, norms = _outputs(work)
     after = work.new_state()
-    flags = device.zeros((heads.total, before.cut.segments.number), "int32")
+    flags = cupy.zeros((heads.total, before.cut.segments.number), "int32")
     args = [
         *_token_args(work),
         *work.spec_args(heads),
@@ -515,26 +533,26 @@ def causal_rows(
         flags,
     ]
     blocks = heads.total * before.cut.segments.number
-    work.launch("causal_rows", blocks, CAUSAL_TILE, args, keys=True, queries=True)
-    return output, norms, after, flags
+    shared = work.variant.shared(CAUSAL_TILE, keys=True, queries=True)
+    work.launch("causal_rows", blocks, CAUSAL_TILE, args, shared)
+    return Forward(output, norms, after, before, flags)
 
 
-def redo_rejected(
-    work: Work, before: SegmentStates, flags: Array, output: Array, norms: Array | None
-) -> None:
+def redo_rejected(work: Work, forward: Forward, output: Array, norms: Array | None) -> None:
     """Compute the rows of flagged segments again, exactly."""
-    problem, heads = work.problem, work.heads
+    problem, heads, before, flags = work.problem, work.heads, forward.before, forward.flags
+    if before is None:
+        return
     if problem.state_lead == problem.lead:
         workspace = (before.kvz, before.shifts)
     else:  # heads that share a state cannot write over it
-        shape = (heads.total, before.cut.segments.number, problem.num_features)
-        workspace = device.empty((*shape, work.columns), "float32"), device.empty(shape, "float32")
+        workspace = work.new_states(heads.total, before.cut.segments.number)
     dims = (problem.query.shape[-1], problem.num_features, work.columns)
     rows = Rows(
         [*_token_args(work), *view(heads, None)],
         [before.kvz, before.shifts, *unit_strides(heads, problem.state_lead)],
         workspace,
-        (output, None, norms),
+        (output, norms),
     )
     family, parameters = float32_map(problem.query_spec, dims[0], dims[1])
     redo(family, parameters, heads, flags, before.cut.segments, dims, rows)

@@ -10,35 +10,25 @@ import numpy as np
 
 from linattn.typing import Array, Cotangent, Declined, Problem, State
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.fused import (
     CAUSAL_TILE,
     READ_TILES,
+    Forward,
     SegmentStates,
     Variant,
     Work,
     aligned_rows,
-    causal_rows,
     check_memory,
-    full_rows,
-    full_state,
+    first_pass,
     read_tile,
     redo_rejected,
     scan,
     scan_segments,
     segments_of,
-    states_before,
     work_of,
 )
 from linattn_cupy.layout import Segments, sum_to, view
-
-PARTS = {
-    "query_terms": 0,
-    "key_terms": 0,
-    "segment_adjoints": 0,
-    "read_gradients": 1,
-    "causal_gradients": 2,
-}
-"""Option PART of the kernels: functions that are compiled together."""
 
 
 def _shared(variant: Variant, tile: int, *, sources: bool, targets: bool) -> int:
@@ -90,32 +80,10 @@ class _Pull:
         self.work, self.heads = work, work.heads
         self.grad = aligned_rows(grad_output)
 
-    def _launch(
-        self,
-        function: str,
-        blocks: int,
-        tile: int,
-        args: list[Any],
-        *,
-        keys: bool = False,
-        sources: bool = False,
-        targets: bool = False,
-    ) -> None:
-        variant = self.work.variant
-        device.launch(
-            "gradients.cu",
-            function,
-            {**variant.options(PARTS[function], tile), "KEYS": int(keys)},
-            (blocks, self.work.value_tiles if sources or targets else 1, 1),
-            (32 * variant.warps, 1, 1),
-            _shared(variant, tile, sources=sources, targets=targets) if sources or targets else 0,
-            args,
-        )
-
     def queries(self, output: Array, norms: Array) -> _Side:
         """Return queries with what the forward pass made of them."""
         length = norms.shape[-1]
-        rows, scalars = (device.empty(norms.shape, "float32") for _ in range(2))
+        rows, scalars = (cupy.empty(norms.shape, "float32") for _ in range(2))
         total = self.heads.total * length
         work = self.work
         args = [
@@ -128,14 +96,15 @@ class _Pull:
             work.curvature(),
             *(rows, scalars),
         ]
-        self._launch("query_terms", -(-total // work.variant.warps), CAUSAL_TILE, args)
+        blocks = -(-total // work.variant.warps)
+        work.launch("query_terms", blocks, CAUSAL_TILE, args, 0, KEYS=0)
         return _Side(work.query, self.grad, None, rows, scalars)
 
     def keys(self) -> _Side:
         """Return keys with their log weights."""
         work = self.work
         length = work.key.shape[-2]
-        rows = device.empty((*work.problem.lead, length), "float32")
+        rows = cupy.empty((*work.problem.lead, length), "float32")
         total = self.heads.total * length
         args = [
             *view(self.heads, work.key),
@@ -146,15 +115,13 @@ class _Pull:
             work.curvature(),
             rows,
         ]
-        self._launch("key_terms", -(-total // work.variant.warps), CAUSAL_TILE, args)
+        work.launch("key_terms", -(-total // work.variant.warps), CAUSAL_TILE, args, 0, KEYS=0)
         return _Side(work.key, work.value, work.mask, rows, None)
 
     def adjoints(self, queries: _Side, segments: Segments, needed: int) -> tuple[Array, Array]:
         """Adjoint states of the last ``needed`` segments, last first, and their shifts."""
         work = self.work
-        shape = (self.heads.total, needed, work.problem.num_features)
-        kvz = device.empty((*shape, work.columns), "float32")
-        shifts = device.empty(shape, "float32")
+        kvz, shifts = work.new_states(self.heads.total, needed)
         if needed:
             args = [
                 *view(self.heads, queries.tokens),
@@ -168,7 +135,8 @@ class _Pull:
                 *(kvz, shifts),
             ]
             blocks = self.heads.total * needed
-            self._launch("segment_adjoints", blocks, CAUSAL_TILE, args, sources=True)
+            shared = _shared(work.variant, CAUSAL_TILE, sources=True, targets=False)
+            work.launch("segment_adjoints", blocks, CAUSAL_TILE, args, shared, KEYS=0)
         return kvz, shifts
 
     def read(
@@ -195,7 +163,8 @@ class _Pull:
             flags,
         ]
         blocks = heads.total * segments.number
-        self._launch("read_gradients", blocks, tile, args, keys=keys, targets=True)
+        shared = _shared(work.variant, tile, sources=False, targets=True)
+        work.launch("read_gradients", blocks, tile, args, shared, KEYS=int(keys))
         return out.result()
 
     def walk(
@@ -218,9 +187,8 @@ class _Pull:
             flags,
         ]
         blocks = heads.total * states.cut.segments.number
-        self._launch(
-            "causal_gradients", blocks, CAUSAL_TILE, args, keys=of_keys, sources=True, targets=True
-        )
+        shared = _shared(work.variant, CAUSAL_TILE, sources=True, targets=True)
+        work.launch("causal_gradients", blocks, CAUSAL_TILE, args, shared, KEYS=int(of_keys))
         return out.result()
 
     def _gradients(self, *, keys: bool) -> _Gradients:
@@ -228,39 +196,10 @@ class _Pull:
         tokens = problem.key if keys else problem.query
         rows = (*problem.lead, tokens.shape[-2])
         shape = (*rows, tokens.shape[-1])
-        whole = device.empty(shape, dtype) if tiles == 1 else None
-        partials = None if tiles == 1 else device.empty((tiles, *shape), "float32")
-        values = device.empty((*rows, problem.value.shape[-1]), dtype) if keys else None
+        whole = cupy.empty(shape, dtype) if tiles == 1 else None
+        partials = None if tiles == 1 else cupy.empty((tiles, *shape), "float32")
+        values = cupy.empty((*rows, problem.value.shape[-1]), dtype) if keys else None
         return _Gradients(whole, partials, values, dtype)
-
-
-class _Forward(NamedTuple):
-    """What the pullback takes of the first pass.
-
-    Attributes
-    ----------
-    output, norms : Array
-        Rows, and the logs of their normalizers.
-    states : SegmentStates or tuple of Array
-        States before segments; of full attention the last state.
-    flags : Array
-        Not 0 where rows were rejected.
-    """
-
-    output: Array
-    norms: Array
-    states: Any
-    flags: Array
-
-
-def _forward(work: Work) -> tuple[_Forward, tuple[Array, Array]]:
-    """Run the first pass; also the last state."""
-    if work.problem.sees.is_causal:
-        before = states_before(work)
-        output, norms, after, flags = causal_rows(work, before)
-        return _Forward(output, norms, before, flags), after
-    state = full_state(work)
-    return _Forward(*full_rows(work, state), state, device.zeros((1,), "int32")), state
 
 
 @device.or_generic
@@ -271,14 +210,13 @@ def attention_pullback(problem: Problem) -> Any:
     """
     device.require(problem.state_lead == problem.lead, "heads share a state")
     work = _work_of(problem)
-    forward, after = _forward(work)
+    forward = first_pass(work)
     output = forward.output.copy()
-    if problem.sees.is_causal:
-        redo_rejected(work, forward.states, forward.flags, output, None)
-    before = 0 if problem.state is None else problem.state.length
-    kvz, shifts = (x.copy() for x in after)
-    state = State(kvz, shifts, before + problem.key.shape[-2])
     norms = forward.norms.copy() if problem.want_log else None
+    redo_rejected(work, forward, output, norms)
+    before = 0 if problem.state is None else problem.state.length
+    kvz, shifts = (x.copy() for x in forward.after)
+    state = State(kvz, shifts, before + problem.key.shape[-2])
     return output, state, norms, partial(_pull_back, problem, work, forward)
 
 
@@ -299,7 +237,7 @@ def attention_vjp(problem: Problem, cotangent: Cotangent) -> Any:
     shared_state = cotangent.state is not None and problem.state_lead != problem.lead
     device.require(not shared_state, "heads share a state that has a cotangent")
     work = _work_of(problem)
-    return _pull_back(problem, work, _forward(work)[0], cotangent)
+    return _pull_back(problem, work, first_pass(work), cotangent)
 
 
 def _work_of(problem: Problem) -> Work:
@@ -310,7 +248,7 @@ def _work_of(problem: Problem) -> Work:
     return work
 
 
-def _pull_back(problem: Problem, work: Work, forward: _Forward, cotangent: Cotangent) -> Any:
+def _pull_back(problem: Problem, work: Work, forward: Forward, cotangent: Cotangent) -> Any:
     walk = _causal if problem.sees.is_causal else _full
     gradients, adjoint, flags = walk(_Pull(work, cotangent.output), forward, cotangent.state)
     if not bool((flags == 0).all()):
@@ -335,10 +273,10 @@ _Walked = tuple[tuple[Array, ...], tuple[Array, Array] | None, Array]
 """Gradients of query, key and value, the adjoint before all keys where it is wanted, and flags."""
 
 
-def _full(pull: _Pull, forward: _Forward, grad_state: State | None) -> _Walked:
-    work, (output, norms, state, _) = pull.work, forward
-    queries = pull.queries(output, norms)
-    flags = device.zeros((1,), "int32")
+def _full(pull: _Pull, forward: Forward, grad_state: State | None) -> _Walked:
+    work, state = pull.work, forward.after
+    queries = pull.queries(forward.output, forward.norms)
+    flags = cupy.zeros((1,), "int32")
     of_query, _ = pull.read(queries, state, flags, keys=False)
     length = queries.tokens.shape[-2]
     count = work.heads.total * work.value_tiles
@@ -350,10 +288,10 @@ def _full(pull: _Pull, forward: _Forward, grad_state: State | None) -> _Walked:
     return (of_query, of_key, of_value), adjoint if work.problem.state is not None else None, flags
 
 
-def _causal(pull: _Pull, forward: _Forward, grad_state: State | None) -> _Walked:
-    work, (output, norms, before, flags) = pull.work, forward
-    flags = flags.copy()
-    queries, keys = pull.queries(output, norms), pull.keys()
+def _causal(pull: _Pull, forward: Forward, grad_state: State | None) -> _Walked:
+    work, before, flags = pull.work, forward.before, forward.flags.copy()
+    assert before is not None
+    queries, keys = pull.queries(forward.output, forward.norms), pull.keys()
     of_query, _ = pull.walk(queries, keys, before, flags, of_keys=False)
     cut = before.cut
     of_state = work.problem.state is not None

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from linattn_cupy.device import cupy
+
 
 class CapturedCall:
     """A call as a CUDA graph; made by :func:`capture`.
@@ -67,8 +69,6 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Captured
             step.launch()
             print(step.output)
     """
-    import cupy
-
     stream = cupy.cuda.get_current_stream()
     if stream.ptr in (0, cupy.cuda.runtime.streamLegacy):
         raise RuntimeError(
@@ -100,8 +100,6 @@ def capture(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Captured
 
 def _copy(results: Any, output: Any) -> None:
     """Write results into the arrays of the output, which has their structure."""
-    import cupy
-
     if isinstance(output, cupy.ndarray):
         output[...] = results
     elif isinstance(output, tuple | list):

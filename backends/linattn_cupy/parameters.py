@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from linattn.typing import ELU_PLUS_ONE, RELU, Array, Exponential, Pointwise
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 
 FAMILIES = {"exponential": 0, "elu_plus_one": 1, "relu": 2}
 """Option MAP of the kernels."""
@@ -17,19 +18,11 @@ ACTIVATIONS = (ELU_PLUS_ONE, RELU)
 
 
 class Parameters(NamedTuple):
-    """One side of a map on the device.
+    """One side of a map on the device: ``log phi = x omega - curvature |x|^2 / 2 + col``.
 
-    Attributes
-    ----------
-    projection : Array or None
-        omega: (spec heads, m, d) in 16 bits, (spec heads, d, m) in float32; None for maps of
-        coordinates.
-    col : Array
-        (spec heads, m), float32: log of the factor of each feature; -inf for padding.
-    curvature : float
-        ``log phi = x omega - curvature |x|^2 / 2 + col``.
-    lead : tuple of int
-        Leading axes of the map's parameters.
+    ``projection``: omega, (spec heads, m, d) in 16 bits, (spec heads, d, m) in float32; None for
+    maps of coordinates. ``col``, (spec heads, m): log factors, -inf for padding. ``lead``: leading
+    axes of the map's parameters.
     """
 
     projection: Array
@@ -80,20 +73,20 @@ def parameters_of(spec: Any, like: Array, dim: int, num_features: int) -> Parame
 
 def _make(spec: Any, like: Array, dim: int, num_features: int) -> Parameters:
     if isinstance(spec, Pointwise):
-        col = device.full((1, num_features), -math.inf, "float32")
+        col = cupy.full((1, num_features), -math.inf, "float32")
         col[:, : min(like.shape[-1], num_features)] = math.log(spec.factor)
         return Parameters(None, col, 0.0, ())
     lead = tuple(spec.P.shape[:-2]) if spec.P.ndim > spec.col.ndim else tuple(spec.col.shape[:-1])
     heads = math.prod(lead)
     d, r = spec.P.shape[-2:]
     m = spec.col.shape[-1]
-    projection = device.zeros((heads, dim, num_features), "float32")
+    projection = cupy.zeros((heads, dim, num_features), "float32")
     by_coordinate = projection.reshape(*lead, dim, num_features)
     by_coordinate[..., :d, :r] = spec.P
     if spec.paired:
         by_coordinate[..., :d, r:m] = -by_coordinate[..., :d, :r]
     if like.dtype != projection.dtype:
-        projection = device.contiguous(projection.astype(like.dtype).swapaxes(-1, -2))
-    col = device.full((heads, num_features), -math.inf, "float32")
+        projection = cupy.ascontiguousarray(projection.astype(like.dtype).swapaxes(-1, -2))
+    col = cupy.full((heads, num_features), -math.inf, "float32")
     col.reshape(*lead, num_features)[..., :m] = spec.col
     return Parameters(projection, col, float(spec.Q), lead)

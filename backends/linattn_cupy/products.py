@@ -1,7 +1,6 @@
 """Batched matrix products in float32: the one place that calls cuBLAS.
 
-``cupy.matmul`` copies a transposed operand of three axes and cannot use TF32, so that the strided
-batched product of cuBLAS is called where CuPy has it.
+``cupy.matmul`` copies a transposed operand of three axes and cannot use TF32.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from typing import Any
 
 import numpy as np
 
 from linattn.typing import Array
+from linattn_cupy.device import cupy
 
 MAX_BATCH = 65535
 """Most products a call: grids of some cuBLAS kernels end there."""
@@ -34,16 +32,6 @@ def tf32() -> Iterator[None]:
         _tf32.set(before)
 
 
-@cache
-def _cublas() -> Any:
-    """Return the cuBLAS of CuPy, None where it has no strided batched product."""
-    try:
-        from cupy_backends.cuda.libs import cublas
-    except ImportError:
-        return None
-    return cublas if hasattr(cublas, "gemmStridedBatchedEx") else None
-
-
 def multiply(
     a: Array,
     b: Array,
@@ -58,11 +46,7 @@ def multiply(
     Either operand may be given transposed, and may have one head that all share. Rows are
     contiguous; there may be gaps between them, and between heads.
     """
-    cublas = _cublas()
-    if cublas is None:
-        _multiply_by_cupy(a, b, out, transpose_a, transpose_b, add)
-        return
-    import cupy
+    from cupy_backends.cuda.libs import cublas
 
     heads, n, m = out.shape
     k = a.shape[-2] if transpose_a else a.shape[-1]
@@ -92,14 +76,3 @@ def multiply(
             compute,
             cublas.CUBLAS_GEMM_DEFAULT,
         )
-
-
-def _multiply_by_cupy(
-    a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, add: bool
-) -> None:
-    a = a.swapaxes(-1, -2) if transpose_a else a
-    b = b.swapaxes(-1, -2) if transpose_b else b
-    if add:
-        out += a @ b
-    else:
-        out[...] = a @ b

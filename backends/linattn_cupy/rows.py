@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from linattn.typing import Array, Spec
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import Heads, is_uniform, view
 from linattn_cupy.parameters import (
     FAMILIES,
@@ -58,15 +58,23 @@ def array_steps(array: Array | None, axes: int) -> list[Any]:
     return [array, *(np.int64(step // array.dtype.itemsize) for step in array.strides[:axes])]
 
 
+def whole_array(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
+    """Return an array with all leading axes, in C order."""
+    inner = tuple(array.shape[array.ndim - axes :])
+    if tuple(array.shape[: array.ndim - axes]) != lead:
+        array = cupy.broadcast_to(array, (*lead, *inner))
+    return cupy.ascontiguousarray(array)
+
+
 class HeadRows:
     """Rows of every head, (heads, n, x): where they lie, or packed a block at a time."""
 
     def __init__(self, array: Array, heads: Heads) -> None:
         shape = tuple(array.shape[-2:])
         if tuple(array.shape[:-2]) != heads.lead:
-            array = device.broadcast(array, (*heads.lead, *shape))
+            array = cupy.broadcast_to(array, (*heads.lead, *shape))
         if array.strides[-1] != array.dtype.itemsize:
-            array = device.contiguous(array)
+            array = cupy.ascontiguousarray(array)
         self._array, self.heads = array, heads
         self._flat = array.reshape(heads.total, *shape) if is_uniform(array) else None
 
@@ -81,9 +89,9 @@ class HeadRows:
     def packed(self, rows: slice, log_weights: Sequence[Any] = (None, np.int64(0))) -> Array:
         """Rows one behind the other, those of log weight -inf as zeros."""
         n, width = self._array[..., rows, :].shape[-2:]
-        packed = device.empty((self.heads.total, n, width), "float32")
+        packed = cupy.empty((self.heads.total, n, width), "float32")
         args = [*self.view(rows), *self.heads.args, *log_weights]
-        args += [*int32(n, width), packed]
+        args += [*int32(n, width, 0), packed]
         launch_rows("pack_rows", element_blocks(self.heads.total, n * width, COPIES_AT_ONCE), args)
         return packed
 
@@ -93,16 +101,18 @@ class Side:
 
     def __init__(self, spec: Spec, dim: int, lead: tuple[int, ...]) -> None:
         self.family, self.features = family_of(spec), num_features_of(spec, dim)
-        given = parameters_of(spec, device.empty((0, dim), "float32"), dim, self.features)
+        given = parameters_of(spec, cupy.empty((0, dim), "float32"), dim, self.features)
         self.map = given if given.lead in ((), lead) else _broadcast(given, lead)
 
     def logits(self, x: Array) -> Array:
         """Logits (heads, n, m) of tokens, without the terms added to rows and columns."""
         heads, n, d = x.shape
-        u = device.empty((heads, n, self.features), "float32")
+        u = cupy.empty((heads, n, self.features), "float32")
         if self.map.projection is None:
-            args = [*array_steps(x, 2), *int32(n, d, FAMILIES[self.family]), u]
-            launch_rows("log_activations", element_blocks(heads, n * d, COPIES_AT_ONCE), args)
+            step, *row = array_steps(x, 2)[1:]
+            args = [x, *[np.int64(0)] * 2, step, *row, np.int64(1), np.int64(heads)]
+            args += [None, np.int64(0), *int32(n, d, FAMILIES[self.family]), u]
+            launch_rows("pack_rows", element_blocks(heads, n * d, COPIES_AT_ONCE), args)
         else:
             multiply(x, self.map.projection, u)
         return u
@@ -118,17 +128,16 @@ class Side:
         return np.float32(self.map.curvature)
 
 
-def _broadcast(parameters: Parameters, lead: tuple[int, ...]) -> Parameters:
+def _broadcast(given: Parameters, lead: tuple[int, ...]) -> Parameters:
     """Copy parameters to every head."""
-    heads = math.prod(lead)
 
     def copied(array: Array) -> Array:
         shape = tuple(array.shape[1:])
-        whole = device.broadcast(array.reshape(*parameters.lead, *shape), (*lead, *shape))
-        return device.contiguous(whole).reshape(heads, *shape)
+        whole = whole_array(array.reshape(*given.lead, *shape), len(shape), lead)
+        return whole.reshape(-1, *shape)
 
-    projection = None if parameters.projection is None else copied(parameters.projection)
-    return Parameters(projection, copied(parameters.col), parameters.curvature, lead)
+    projection = None if given.projection is None else copied(given.projection)
+    return Parameters(projection, copied(given.col), given.curvature, lead)
 
 
 class Keys(NamedTuple):
@@ -162,16 +171,9 @@ class Queries(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where rows of all heads go.
+    """Where rows of all heads go: the output (heads, n, e), and log normalizers (heads, n) or None.
 
-    Attributes
-    ----------
-    rows : Array
-        The output (heads, n, e); or numerators and denominators, (heads, n, e + 1).
-    norms : Array or None
-        (heads, n): the log normalizers; or the logs of the scales of the rows.
-    divides : bool
-        Which of the two.
+    Unless it ``divides``: numerators and denominators (heads, n, e + 1), and logs of their scales.
     """
 
     rows: Array

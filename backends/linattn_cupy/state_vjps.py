@@ -16,6 +16,7 @@ import numpy as np
 
 from linattn.typing import Array, Cotangent, Declined, Problem, State
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import sum_to
 from linattn_cupy.parameters import FAMILIES
 from linattn_cupy.planning import Block, gradient_blocks, gradient_tokens_of
@@ -52,20 +53,10 @@ ALIGNED = 4
 
 
 class Pullback(NamedTuple):
-    """A problem in which no two heads share keys, its cotangent, and what becomes of them.
+    """A problem in which no two heads share keys, cotangents of its output, and its gradients.
 
-    Attributes
-    ----------
-    work : Work
-        The problem.
-    grads : HeadRows
-        Cotangents of its output.
-    adjoint : Array
-        (heads, m, width), on the scale of the state at hand; the columns after e + 1 are 0.
-    query, key, value : Array
-        Gradients, (heads, n, x).
-    fine : Array
-        1; becomes 0 where a row was rejected, or something is not finite.
+    ``adjoint``: (heads, m, width), on the scale of the state at hand; the columns after e + 1 are
+    0. ``fine``: 1; becomes 0 where a row was rejected, or something is not finite.
     """
 
     work: Work
@@ -87,7 +78,7 @@ class Pullback(NamedTuple):
         """Cotangents of numerators and denominators, (heads, n, width)."""
         heads, n, e = output.shape
         width = self.adjoint.shape[-1]
-        found = device.empty((heads, n, width), "float32")
+        found = cupy.empty((heads, n, width), "float32")
         args = [*array_steps(self.grads.part(block.rows), 2), output, dens, rejected]
         args += int32(n, block.tile, e, width)
         blocks = row_blocks(heads, n)
@@ -167,12 +158,12 @@ def _pull_back(problem: Problem, states: list[StateArrays], cotangent: Cotangent
     (size, e), m = problem.value.shape[-2:], work.keys.side.features
     width = -(-(e + 1) // ALIGNED) * ALIGNED
     query, key, value = (
-        device.empty((heads.total, *shape), "float32")
+        cupy.empty((heads.total, *shape), "float32")
         for shape in ((length, d), (size, d), (size, e))
     )
     adjoint, fine = (
-        device.zeros((heads.total, m, width), "float32"),
-        device.full((1,), 1, "int32"),
+        cupy.zeros((heads.total, m, width), "float32"),
+        cupy.full((1,), 1, "int32"),
     )
     grads = HeadRows(cotangent.output, heads)
     pull = Pullback(work, grads, adjoint, query, key, value, fine)
@@ -222,7 +213,7 @@ def _pull_block(
     work, rows, tile = pull.work, block.rows, block.tile
     heads, e, m = work.queries.tokens.heads.total, pull.value_dim, work.keys.side.features
     n = rows.stop - rows.start
-    output = device.empty((heads, n, e), "float32")
+    output = cupy.empty((heads, n, e), "float32")
     to = Output(output, None, divides=True)
     scan = scan_block(work.queries, work.keys, block, (before, work.before + rows.start), to)
     after, seen, queries, scores, dens, flags = scan
@@ -239,12 +230,12 @@ def _pull_block(
     width = rows_of_tiles.shape[-1]
     args = [scores, np.int32(tile), rows_of_tiles, *int32(e, width)]
     launch_rows("score_cotangents", row_blocks(len(keys), tile), args, source=SOURCE)
-    adjoints = device.empty((len(keys), m, width), "float32")
+    adjoints = cupy.empty((len(keys), m, width), "float32")
     multiply(queries, rows_of_tiles, adjoints, transpose_a=True)
     args = [adjoints, pull.adjoint, scales, before[1], *int32(n // tile, m, width)]
     launch_rows("scan_adjoints", element_blocks(heads, m * width), args, source=SOURCE)
 
-    sums = device.empty((len(keys), tile, m), "float32")
+    sums = cupy.empty((len(keys), tile, m), "float32")
     multiply(scores, keys, sums)
     multiply(grads, kv, sums, transpose_b=True, add=True)
     side, tokens = work.queries
@@ -269,7 +260,7 @@ def _full(problem: Problem, pull: Pullback, state: StateArrays, grad_state: Stat
     shifts = work.state[1]
     if problem.state is not None:
         # The one before all keys.
-        zeros = device.zeros((shifts.shape[0], 1, *pull.adjoint.shape[1:]), "float32")
+        zeros = cupy.zeros((shifts.shape[0], 1, *pull.adjoint.shape[1:]), "float32")
         args = [zeros, pull.adjoint, state[1], shifts, *int32(1, *pull.adjoint.shape[1:])]
         blocks_of_threads = element_blocks(len(shifts), pull.adjoint[0].size)
         launch_rows("scan_adjoints", blocks_of_threads, args, source=SOURCE)
@@ -280,12 +271,12 @@ def _pull_queries(pull: Pullback, block: Block, kv: Array, state: StateArrays) -
     kvz, shifts = state
     e = pull.value_dim
     heads, n = len(kvz), block.tile
-    to = Output(device.empty((heads, n, e), "float32"), None, divides=True)
+    to = Output(cupy.empty((heads, n, e), "float32"), None, divides=True)
     u = query_weights(pull.work.queries, block, [shifts, kvz[..., e:], np.int64(e + 1)], None, to)
     multiply(u, kv, to.rows)
     cotangents = pull.cotangents(block, to.rows, None, None)
     multiply(u, cotangents, pull.adjoint, transpose_a=True, add=True)
-    sums = device.empty(u.shape, "float32")
+    sums = cupy.empty(u.shape, "float32")
     multiply(cotangents[..., :e], kv, sums, transpose_b=True)
     side, tokens = pull.work.queries
     inner = cotangents[..., e:]
@@ -296,7 +287,7 @@ def _pull_keys(pull: Pullback, block: Block, state: StateArrays) -> None:
     """Pull back keys, all read by one adjoint on the scale of the last state."""
     keys, adjoint, e = pull.work.keys, pull.adjoint, pull.value_dim
     u, values, *_ = weigh_keys(keys, block, state[1], is_causal=False)
-    sums = device.empty(u.shape, "float32")
+    sums = cupy.empty(u.shape, "float32")
     multiply(values, adjoint[..., :e], sums, transpose_b=True)
     multiply(u, adjoint[..., :e], pull.value[:, block.rows])
     whole = Block(block.rows, u.shape[1])  # all tiles read one adjoint

@@ -14,6 +14,7 @@ import numpy as np
 
 from linattn.typing import Array, Exponential, Partial, Problem, Spec, State, Tokens
 from linattn_cupy import device, products
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import Segments, heads_of, unit_strides, view
 from linattn_cupy.parameters import (
     family_of,
@@ -32,6 +33,7 @@ from linattn_cupy.rows import (
     int32,
     launch_rows,
     row_blocks,
+    whole_array,
 )
 from linattn_cupy.steps import (
     COORDINATES_CHANGE,
@@ -47,18 +49,10 @@ QUERIES_SHARE = "heads of queries share a state"
 
 
 class KeyTiles(NamedTuple):
-    """Keys of a causal block, tile by tile.
+    """Keys of a causal block: weights (heads, n, m) on scales (heads, tiles, m), and values.
 
-    Attributes
-    ----------
-    weights : Array
-        (heads, n, m), on the scales (heads, tiles, m) of their tiles.
-    values : Array
-        (heads, n, e).
-    scales, kv, z : Array
-        State before each tile, on its scale.
-    before : tuple of Array
-        The same state, (heads, tiles, m, columns), on its own, and its shifts.
+    ``kv``, ``z``: the state before each tile, on the tile's scale. ``before``: the same state,
+    (heads, tiles, m, columns), on its own, and its shifts.
     """
 
     weights: Array
@@ -86,8 +80,8 @@ def weigh_keys(keys: Keys, block: Block, shifts: Array, *, is_causal: bool) -> W
     u = side.logits(x)
     heads, n, m = u.shape
     tiles = n // tile
-    terms = device.empty((heads, n), "float32")
-    tops, scales, z = (device.empty((heads, tiles, m), "float32") for _ in range(3))
+    terms = cupy.empty((heads, n), "float32")
+    tops, scales, z = (cupy.empty((heads, tiles, m), "float32") for _ in range(3))
     args = [u, *array_steps(x, 2), *log_weights, *side.offsets]
     args += [*int32(n, tile, x.shape[-1], m), side.curvature, terms, tops]
     launch_rows("key_tops", heads * tiles, args)
@@ -105,16 +99,16 @@ def add_block(
     columns, tile = kvz.shape[-1], block.tile
     u, values, scales, z = weigh_keys(keys, block, shifts, is_causal=is_causal)
     heads, tiles, m = scales.shape
-    kv = device.empty((heads * tiles, m, columns - 1), "float32")
+    kv = cupy.empty((heads * tiles, m, columns - 1), "float32")
     in_tiles = (u.reshape(-1, tile, m), values.reshape(-1, tile, columns - 1))
     multiply(*in_tiles, kv, transpose_a=True)
     before: Any = (None, None)
     if is_causal:
         before = (
-            device.empty((heads, tiles, m, columns), "float32"),
-            device.empty((heads, tiles, m), "float32"),
+            cupy.empty((heads, tiles, m, columns), "float32"),
+            cupy.empty((heads, tiles, m), "float32"),
         )
-    after = device.empty(kvz.shape, "float32"), device.empty(shifts.shape, "float32")
+    after = cupy.empty(kvz.shape, "float32"), cupy.empty(shifts.shape, "float32")
     args = [kvz, shifts, scales, *int32(tiles, m, columns)]
     args += [*keys.fades(block.rows), np.int32(tile), kv, z, *before, *after]
     launch_rows("scan_tiles", element_blocks(heads, m * columns), args)
@@ -158,20 +152,10 @@ def values_of(state: StateArrays) -> Array:
 
 
 class Scan(NamedTuple):
-    """A causal block that is done but for rejected rows.
+    """A causal block that is done but for rejected rows: the state after it, and its keys.
 
-    Attributes
-    ----------
-    after : StateArrays
-        State after the block.
-    keys : KeyTiles
-        Its keys.
-    weights, scores : Array
-        Those of its queries, (tiles of all heads, tile, m) and (..., tile, tile).
-    dens : Array
-        Denominators (heads, n).
-    flags : Array
-        (heads, tiles): whether a tile is rejected.
+    Of its queries weights, scores and denominators, (tiles of all heads, tile, m), (..., tile,
+    tile) and (heads, n). ``flags``, (heads, tiles): whether a tile is rejected.
     """
 
     after: StateArrays
@@ -191,19 +175,19 @@ def scan_block(
     heads, n, m = seen.weights.shape
     tile, columns = block.tile, after[0].shape[-1]
     e = columns - 1
-    dens, logs = (device.empty((heads, n), "float32") for _ in range(2))
-    nums = device.empty((heads * n // tile, tile, e), "float32")
+    dens, logs = (cupy.empty((heads, n), "float32") for _ in range(2))
+    nums = cupy.empty((heads * n // tile, tile, e), "float32")
     read = [seen.scales, seen.z, np.int64(1)]
     undivided = Output(nums, logs, divides=False)
     u = query_weights(queries, block, read, dens[..., None], undivided).reshape(-1, tile, m)
 
-    scores = device.empty((heads * n // tile, tile, tile), "float32")
+    scores = cupy.empty((heads * n // tile, tile, tile), "float32")
     multiply(u, seen.weights.reshape(-1, tile, m), scores, transpose_b=True)
     launch_rows("causal_scores", row_blocks(len(scores), tile), [scores, np.int32(tile), dens])
     multiply(scores, seen.values.reshape(-1, tile, e), nums)
     multiply(u, seen.kv, nums, add=True)
 
-    flags = device.empty((heads, n // tile), "int32")
+    flags = cupy.empty((heads, n // tile), "int32")
     args = [nums, dens, logs, *keys.log_weights(block.rows), *seen.before]
     args += [np.int64(state[1]), *int32(n, tile, m, columns)]
     args += [*array_steps(out.rows, 2), *array_steps(out.norms, 1), flags]
@@ -225,7 +209,7 @@ def _redo_rejected(
         [*tokens, *view(heads, None), *view(heads, weights)],
         [*before, *unit_strides(heads, heads.lead)],
         before,
-        (to.rows, None, to.norms),
+        (to.rows, to.norms),
     )
     segments = Segments(out.rows.shape[1], block.tile, flags.shape[1])
     dims = (int(tokens[0].shape[-1]), m, columns)
@@ -245,14 +229,6 @@ def lead_of(specs: tuple[Spec, ...], *arrays: Array) -> tuple[int, ...]:
     lead = np.broadcast_shapes(*(tuple(a.shape[:-2]) for a in arrays), *leads)
     device.require(0 not in lead and all(0 not in a.shape[-2:] for a in arrays), EMPTY)
     return lead
-
-
-def whole_array(array: Array, axes: int, lead: tuple[int, ...]) -> Array:
-    """Return an array with all leading axes, in C order."""
-    inner = tuple(array.shape[array.ndim - axes :])
-    if tuple(array.shape[: array.ndim - axes]) != lead:
-        array = device.broadcast(array, (*lead, *inner))
-    return device.contiguous(array)
 
 
 def state_arrays(state: State, lead: tuple[int, ...]) -> StateArrays:
@@ -281,8 +257,8 @@ def _decay_of(problem: Problem) -> Array:
     decay, length = problem.weights.log_decay, problem.key.shape[-2]
     assert decay is not None
     shape = (*problem.state_lead, length)
-    decay = device.broadcast(decay[..., 0], shape).reshape(-1, length).astype("float64")
-    found = device.empty(decay.shape, "float32")
+    decay = cupy.broadcast_to(decay[..., 0], shape).reshape(-1, length).astype("float64")
+    found = cupy.empty(decay.shape, "float32")
     tile = causal_blocks(problem)[0].tile
     whole = length // tile * tile
     found[:, :whole] = decay[:, :whole].reshape(-1, tile).cumsum(axis=-1).reshape(-1, whole)
@@ -302,8 +278,8 @@ class Work(NamedTuple):
     def output(self, length: int, e: int, want_log: bool) -> Output:
         """Allocate the rows of an output."""
         heads = self.queries.tokens.heads.total
-        norms = device.empty((heads, length), "float32") if want_log else None
-        return Output(device.empty((heads, length, e), "float32"), norms, divides=True)
+        norms = cupy.empty((heads, length), "float32") if want_log else None
+        return Output(cupy.empty((heads, length, e), "float32"), norms, divides=True)
 
 
 def work_of(problem: Problem) -> Work:
@@ -331,7 +307,7 @@ def work_of(problem: Problem) -> Work:
     key_side = Side(problem.key_spec, d, key_lead)
     if state is None:
         shape = key_heads.total, key_side.features, e + 1
-        before = device.zeros(shape, "float32"), device.full(shape[:2], -math.inf, "float32")
+        before = cupy.zeros(shape, "float32"), cupy.full(shape[:2], -math.inf, "float32")
     else:
         before = state_arrays(state, key_lead)
     key, value = HeadRows(problem.key, key_heads), HeadRows(problem.value, key_heads)
@@ -445,8 +421,8 @@ def read_block(query_spec: Spec, tokens: Tokens, state: State, want_log: bool) -
     heads, (n, d), columns = heads_of(lead), tokens.x.shape[-2:], state.kvz.shape[-1]
     queries = Queries(Side(query_spec, d, lead), HeadRows(tokens.x, heads))
     arrays = state_arrays(state, lead)
-    num_den = device.empty((heads.total, n, columns), "float32")
-    logs = device.empty((heads.total, n), "float32")
+    num_den = cupy.empty((heads.total, n, columns), "float32")
+    logs = cupy.empty((heads.total, n), "float32")
     out = Output(num_den, logs, divides=False)
     read_rows(queries, slice(0, n), values_of(arrays), arrays, out)
     return Partial(num_den.reshape(*lead, n, columns), logs.reshape(*lead, n, 1))
@@ -459,7 +435,7 @@ def divide(part: Partial, out: Array | None = None) -> Any:
     *lead, n, columns = num_den.shape
     dtype = str(num_den.dtype)
     device.require(dtype in ("float32", "float64"), f"rows are of {dtype}")
-    to = device.empty((*lead, n, columns - 1), dtype) if out is None else out
+    to = cupy.empty((*lead, n, columns - 1), dtype) if out is None else out
     device.require(0 not in to.shape, EMPTY)
     same = str(to.dtype) == dtype and tuple(to.shape[:-1]) == (*lead, n)
     is_dense = num_den.strides[-1] == to.strides[-1] == num_den.dtype.itemsize

@@ -8,6 +8,7 @@ import numpy as np
 
 from linattn.typing import Array, Declined, Problem, State
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.layout import Heads, Segments, heads_of, strides, unit_strides
 from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 
@@ -26,15 +27,6 @@ EMPTY = "an axis has length 0"
 """Reasons for which several kernels decline."""
 
 
-def _options(family: str, inputs: str, columns: int) -> dict[str, int]:
-    return {
-        "INPUT": INPUTS[inputs],
-        "MAP": FAMILIES[family],
-        "WARPS": WARPS,
-        "COLUMNS": -(-columns // WARP),
-    }
-
-
 def _shared(d: int, m: int, columns: int) -> int:
     """Bytes of shared memory, as ``share`` in steps.cu lays it out."""
     return 4 * (2 * d + columns + 3 * m + WARPS * columns + WARPS)
@@ -48,14 +40,15 @@ def _launch(
     dims: tuple[int, int, int],
     args: list[Any],
 ) -> None:
-    options = _options(family, inputs, dims[2])
+    options = {"INPUT": INPUTS[inputs], "MAP": FAMILIES[family], "WARPS": WARPS}
+    options["COLUMNS"] = -(-dims[2] // WARP)
     grid, block = (blocks, 1, 1), (WARP * WARPS, 1, 1)
     device.launch("steps.cu", function, options, grid, block, _shared(*dims), args)
 
 
 def float32_map(spec: Any, dim: int, num_features: int) -> tuple[str, Parameters]:
     """Family of a spec that is supported, and its parameters in float32."""
-    like = device.empty((0, dim), "float32")
+    like = cupy.empty((0, dim), "float32")
     return family_of(spec), parameters_of(spec, like, dim, num_features)
 
 
@@ -64,25 +57,17 @@ def _map_args(heads: Heads, parameters: Parameters) -> list[Any]:
 
 
 class Rows(NamedTuple):
-    """Causal rows that may have to be computed again.
+    """Causal rows that may have to be computed again, by arguments of the kernel.
 
-    Attributes
-    ----------
-    tokens : list
-        Arguments of the kernel: query, key, value and mask with four strides each, then log weights
-        with theirs.
-    states : list
-        States before the segments, their shifts and three strides.
-    workspace : tuple of Array
-        A state for each segment of each head, and its shifts.
-    out : tuple of Array or None
-        Output, or numerators and denominators, and norms.
+    Query, key, value, mask and log weights with four strides each; states before the segments,
+    their shifts and three strides; workspace, a state and its shifts for each segment of each head;
+    output and norms.
     """
 
     tokens: list[Any]
     states: list[Any]
     workspace: tuple[Array, Array]
-    out: tuple[Array | None, Array | None, Array | None]
+    out: tuple[Array, Array | None]
 
 
 def redo(
@@ -106,7 +91,7 @@ def redo(
         *heads.args,
         *segments.args,
         *(np.int32(x) for x in dims),
-        *[np.float32(parameters.curvature)] * 2,
+        np.float32(parameters.curvature),
         *rows.workspace,
         *rows.out,
     ]
@@ -147,16 +132,17 @@ class _Step:
         self._tail = [
             *heads.args,
             *(np.int32(x) for x in self._dims),
-            *[np.float32(parameters.curvature)] * 2,
+            np.float32(parameters.curvature),
         ]
 
     def run(self, tokens: tuple[Array, ...], state: State, after: tuple[Array, Array]) -> Array:
         """Take a token, ``(..., 1, d)`` each; the state after it goes to ``after``."""
         heads = self._heads
-        output = device.empty((*self._lead, self._dims[2] - 1), tokens[0].dtype)
+        output = cupy.empty((*self._lead, self._dims[2] - 1), tokens[0].dtype)
         args: list[Any] = []
         for array in tokens:
-            rows = array if array.strides[-1] == array.dtype.itemsize else device.contiguous(array)
+            is_dense = array.strides[-1] == array.dtype.itemsize
+            rows = array if is_dense else cupy.ascontiguousarray(array)
             args += [rows, *strides(heads, rows, rows=False)]
         lead = tuple(state.kvz.shape[:-2])
         args += [
@@ -173,8 +159,8 @@ class _Step:
         """Allocate the sums and shifts of a state."""
         _, m, columns = self._dims
         return (
-            device.empty((*self._lead, m, columns), "float32"),
-            device.empty((*self._lead, m), "float32"),
+            cupy.empty((*self._lead, m, columns), "float32"),
+            cupy.empty((*self._lead, m), "float32"),
         )
 
 
@@ -185,7 +171,7 @@ def decode(problem: Problem) -> Any:
     assert problem.state is not None
     step = _Step(problem)
     before = problem.state
-    kvz, log_scale = (device.contiguous(a) for a in (before.kvz, before.log_scale))
+    kvz, log_scale = (cupy.ascontiguousarray(a) for a in (before.kvz, before.log_scale))
     after = step.new_state()
     tokens = (problem.query, problem.key, problem.value)
     output = step.run(tokens, State(kvz, log_scale, before.length), after)
@@ -206,7 +192,7 @@ class Stepper:
     def state(self) -> State:
         """The state after the last step, a copy."""
         # No argument tells the core which device this is of.
-        with device.on_device(self._kvz):
+        with self._kvz.device:
             return State(self._kvz.copy(), self._log_scale.copy(), self._length)
 
     def step(self, query: Array, key: Array, value: Array) -> Array | Declined:

@@ -12,6 +12,7 @@ import numpy as np
 
 from linattn.typing import Array, Declined, Problem, State
 from linattn_cupy import device
+from linattn_cupy.device import cupy
 from linattn_cupy.parameters import family_of, parameters_of
 
 SEGMENTS, SCAN = 2, 16
@@ -126,10 +127,10 @@ def _arrays(problem: Problem) -> tuple[list[Array], Map]:
     made = parameters_of(spec, problem.query, d, m)
     device.require(made.lead == (), "each head has a map")
     arrays = (problem.query, problem.key, problem.value)
-    flat = [device.contiguous(x).reshape(-1, *x.shape[-2:]) for x in arrays]
+    flat = [cupy.ascontiguousarray(x).reshape(-1, *x.shape[-2:]) for x in arrays]
     projection = made.projection[0]
     if name == "float32":
-        projection = device.contiguous(projection.T)
+        projection = cupy.ascontiguousarray(projection.T)
     return flat, Map(projection, made.col.reshape(m), -made.curvature / 2)
 
 
@@ -158,7 +159,7 @@ def attention_vjp(problem: Problem, cotangent: Any) -> Any:
     (q, k, v), phi = _arrays(problem)
     causal, xp = problem.sees.is_causal, problem.xp
     forward = solve(xp, q, k, v, phi, causal=causal, keep=True)
-    grad = device.contiguous(cotangent.output).reshape(forward.out.shape)
+    grad = cupy.ascontiguousarray(cotangent.output).reshape(forward.out.shape)
     found = pull(xp, q, k, v, phi, forward, grad, causal=causal)
     fine = _is_fine(xp, problem, forward) and all(bool(xp.isfinite(x).all()) for x in found)
     shaped = [x.reshape(*problem.lead, *x.shape[1:]) for x in found]

@@ -1,6 +1,6 @@
-// What all kernels of attention share, whatever their arrays: logs, strides, and how to divide.
+// What all kernels of attention share, whatever their arrays: logs, sums, strides, and how to divide.
 //
-// The file that includes this one includes device.cuh before it.
+// The file that includes this one includes device.cuh before it. Option: WARPS.
 #pragma once
 
 namespace {
@@ -38,6 +38,31 @@ __device__ __forceinline__ float warp_max(float x) {
 __device__ __forceinline__ float warp_sum(float x) {
     for (int lanes = WARP / 2; lanes > 0; lanes /= 2) {
         x += shuffle_xor(x, lanes);
+    }
+    return x;
+}
+
+// -curvature |x|^2 / 2 from the sums of squares of the lanes of a warp. A square that overflows becomes NaN: its
+// features are not known to be zero.
+__device__ __forceinline__ float square_term(float sum, float curvature) {
+    if (curvature == 0.0f) {
+        return 0.0f;
+    }
+    sum = warp_sum(sum) * -0.5f * curvature;
+    return sum + (sum - sum);
+}
+
+// Largest, or sum, over the threads of the block, in all of them; a barrier stands between two calls.
+template <bool LARGEST>
+__device__ __forceinline__ float over_block(float x, float* numbers) {
+    x = LARGEST ? warp_max(x) : warp_sum(x);
+    if (threadIdx.x % WARP == 0) {
+        numbers[threadIdx.x / WARP] = x;
+    }
+    block_sync();
+    x = numbers[0];
+    for (int warp = 1; warp < WARPS; ++warp) {
+        x = LARGEST ? fmaxf(x, numbers[warp]) : x + numbers[warp];
     }
     return x;
 }

@@ -18,16 +18,6 @@ namespace {
 // that are copied. A multiprocessor must have about 20 KB under way, and may have two blocks only.
 constexpr int ROWS_AT_ONCE = 16, WEIGHTS_AT_ONCE = 8, SQUARES_AT_ONCE = 8, COPIES_AT_ONCE = 8;
 
-// -curvature |x|^2 / 2 from the sums of squares of the lanes of a warp. A square that overflows becomes NaN: its
-// features are not known to be zero.
-__device__ __forceinline__ float square_term(float sum, float curvature) {
-    if (curvature == 0.0f) {
-        return 0.0f;
-    }
-    sum = warp_sum(sum) * -0.5f * curvature;
-    return sum + (sum - sum);
-}
-
 // The largest, or the sum, of a lane's numbers in all warps of the block; in all of them.
 template <bool LARGEST>
 __device__ __forceinline__ float over_warps(float x, float (&numbers)[WARPS][WARP]) {
@@ -44,10 +34,12 @@ __device__ __forceinline__ float over_warps(float x, float (&numbers)[WARPS][WAR
 
 }  // namespace
 
-// Rows (heads, n, width) put one behind the other, those of log weight -inf (`weights`, (heads, n), or null) as zeros.
+// Rows (heads, n, width) put one behind the other, those of log weight -inf (`weights`, (heads, n), or null) as zeros;
+// of maps of coordinates log f(x), f = elu + 1 (map 1) or relu (map 2).
 KERNEL __launch_bounds__(THREADS)
     pack_rows(const float* __restrict__ x, i64 x_0, i64 x_1, i64 x_2, i64 x_row, i64 n1, i64 n2,
-              const float* __restrict__ weights, i64 weights_head, int n, int width, float* __restrict__ packed) {
+              const float* __restrict__ weights, i64 weights_head, int n, int width, int map,
+              float* __restrict__ packed) {
     const Elements part(n, width, COPIES_AT_ONCE * THREADS);
     const i64 head = part.head;
     x += OFFSET(x) + part.token * x_row;
@@ -65,7 +57,7 @@ KERNEL __launch_bounds__(THREADS)
     for (int k = 0; k < COPIES_AT_ONCE; ++k) {
         const int i = k * THREADS + threadIdx.x;
         if (i < part.count) {
-            packed[i] = entries[k];
+            packed[i] = map == 0 ? entries[k] : log_activation(map, entries[k]);
         }
     }
 }
@@ -88,28 +80,6 @@ KERNEL __launch_bounds__(THREADS)
 // Numerators over denominators, (heads, n, e + 1) to (heads, n, e), for blocks of the generic code.
 DIVIDE_ROWS(divide_rows_float32, float)
 DIVIDE_ROWS(divide_rows_float64, double)
-
-// Logits of maps of coordinates, (heads, n, d): u = log f(x), f = elu + 1 (map 1) or relu (map 2).
-KERNEL __launch_bounds__(THREADS)
-    log_activations(const float* __restrict__ x, ROWS(x), int n, int d, int map, float* __restrict__ u) {
-    const Elements part(n, d, COPIES_AT_ONCE * THREADS);
-    x += part.head * x_head + part.token * x_row;
-    u += part.head * n * d + part.first;
-    float entries[COPIES_AT_ONCE];
-#pragma unroll
-    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
-        const int i = k * THREADS + threadIdx.x;
-        const u32 place = part.column + i, token = place / d;
-        entries[k] = i < part.count ? x[token * x_row + place % d] : 0.0f;
-    }
-#pragma unroll
-    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
-        const int i = k * THREADS + threadIdx.x;
-        if (i < part.count) {
-            u[i] = log_activation(map, entries[k]);
-        }
-    }
-}
 
 // Largest logs of the keys of each tile, (heads, tiles, m), and row terms (heads, n). A block takes a tile.
 KERNEL __launch_bounds__(THREADS)
@@ -386,10 +356,7 @@ KERNEL __launch_bounds__(THREADS, 3)
         terms += fabsf(before[static_cast<i64>(r) * columns + columns - 1]);
         seen = seen || before_shifts[r] > -INFINITE;
     }
-    terms = warp_sum(terms);
-    if (lane == 0) {
-        warp_terms[warp] = terms;
-    }
+    terms = over_block<false>(terms, warp_terms) + static_cast<float>(m) * static_cast<float>(length + first + tile);
     seen = block_any(seen);
     if (threadIdx.x == 0) {
         const float* weight = weights == nullptr ? weights : weights + head * weights_head + first;
@@ -399,10 +366,6 @@ KERNEL __launch_bounds__(THREADS, 3)
         }
     }
     block_sync();
-    terms = static_cast<float>(m) * static_cast<float>(length + first + tile);
-    for (int w = 0; w < WARPS; ++w) {
-        terms += warp_terms[w];
-    }
     constexpr int AT_ONCE = 4;
     bool rejected = false;
     nums += (head * n + first) * (columns - 1);

@@ -537,17 +537,7 @@ KERNEL __launch_bounds__(THREADS, 2)
     start_projection(s, projection + spec * M * D, col + spec * M);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     start_tile<T, D>(s.queries, queries, query_row, begin, end, head_dim, nullptr, 0);
-
-    for (int r = threadIdx.x; r < M; r += THREADS) {
-        s.bias[r] = r < features ? col[spec * M + r] + shifts[state + r] : -INFINITE;
-        s.z[r] = r < features ? kvz[(state + r) * (value_dim + 1) + value_dim] : 0.0f;
-    }
-    for (int i = threadIdx.x; i < M * E; i += THREADS) {
-        const int r = i / E, x = first_value + i % E;
-        const bool valid = r < features && x < value_dim;
-        s.state[r * ES + i % E] =
-            valid ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
-    }
+    load_read_state(s, col + spec * M, kvz + state * (value_dim + 1), shifts + state, features, value_dim, first_value);
     int buffer = 0;
     for (i64 first = begin; first < end; first += T) {
         const u16* current = s.queries + buffer * T * DS;

@@ -90,18 +90,14 @@ __device__ __forceinline__ void load_right_as_bf16(u32 (&b)[4], const u16* tile,
     }
 }
 
-// -curvature |x|^2 / 2 by the threads of a warp; NaN if infinite.
+// -curvature |x|^2 / 2 by the threads of a warp.
 __device__ __forceinline__ float row_term(const u16* x, int head_dim, float curvature) {
-    if (curvature == 0.0f) {
-        return 0.0f;
-    }
     float sum = 0.0f;
-    for (int i = threadIdx.x % WARP; i < head_dim; i += WARP) {
+    for (int i = threadIdx.x % WARP; curvature != 0.0f && i < head_dim; i += WARP) {
         const float value = input_to_float(x[i]);
         sum = fmaf(value, value, sum);
     }
-    sum = -0.5f * curvature * warp_sum(sum);
-    return sum + (sum - sum);
+    return square_term(sum, curvature);
 }
 
 // Where gradients of tokens go: to `whole`, or to `partial` where that is not null.
@@ -481,16 +477,7 @@ KERNEL __launch_bounds__(THREADS, 1)
                                partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     start_projection(s, projection + spec * M * D, col + spec * M);
-    for (int r = threadIdx.x; r < M; r += THREADS) {
-        s.bias[r] = r < features ? col[spec * M + r] + shifts[state + r] : -INFINITE;
-        s.z[r] = r < features ? kvz[(state + r) * (value_dim + 1) + value_dim] : 0.0f;
-    }
-    for (int i = threadIdx.x; i < M * E; i += THREADS) {
-        const int r = i / E, x = first_value + i % E;
-        const bool valid = r < features && x < value_dim;
-        s.state[r * ES + i % E] =
-            valid ? float_to_bf16(kvz[(state + r) * (value_dim + 1) + x]) : static_cast<u16>(0);
-    }
+    load_read_state(s, col + spec * M, kvz + state * (value_dim + 1), shifts + state, features, value_dim, first_value);
     const i64 begin = segment * segment_length, end = min(begin + segment_length, length);
     const float factor = first_value == 0 ? 1.0f : 0.0f;
     bool rejected = false;

@@ -10,26 +10,6 @@
 #include "common.cuh"
 #include "rows.cuh"
 
-namespace {
-
-// Largest, or sum, over the threads of the block; in all of them.
-template <bool LARGEST>
-__device__ __forceinline__ float over_block(float x, float (&numbers)[WARPS]) {
-    x = LARGEST ? warp_max(x) : warp_sum(x);
-    block_sync();  // the last call's numbers are read
-    if (threadIdx.x % WARP == 0) {
-        numbers[threadIdx.x / WARP] = x;
-    }
-    block_sync();
-    x = numbers[0];
-    for (int warp = 1; warp < WARPS; ++warp) {
-        x = LARGEST ? fmaxf(x, numbers[warp]) : x + numbers[warp];
-    }
-    return x;
-}
-
-}  // namespace
-
 // Scores (heads, n, s), a block of threads a row; log weights (heads, s) and the norms, (heads, n), may be null, and
 // so may what was read before: numerators (heads, n, e), denominators and logs (heads, n).
 KERNEL __launch_bounds__(THREADS)
@@ -52,6 +32,7 @@ KERNEL __launch_bounds__(THREADS)
         }
     }
     top = over_block<true>(top, numbers);
+    block_sync();  // all have read the numbers
     sees = over_block<true>(sees, numbers);
     const bool overflowed = sees > 0.0f && top == -INFINITE;
     const float den = dens == nullptr ? 0.0f : dens[head * dens_head + row];
@@ -66,6 +47,7 @@ KERNEL __launch_bounds__(THREADS)
         scores[j] = entry;
         sum += entry;
     }
+    block_sync();
     sum = over_block<false>(sum, numbers) + rest * den;
     sum = overflowed ? top - top : sum;  // NaN
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;

@@ -57,42 +57,23 @@ __device__ __forceinline__ Shared share(int d, int m, int columns) {
     return s;
 }
 
-// The projection (d, m), so that lanes read neighbouring words, offsets of features, and the curvatures
-// of both sides.
+// The projection (d, m), so that lanes read neighbouring words, offsets of features, and the curvature.
 struct Map {
     const float* projection;
     const float* col;
-    float query_curvature;
-    float key_curvature;
+    float curvature;
     int d;
     int m;
 };
 
-// -curvature |x|^2 / 2 by all threads of a warp; NaN if infinite.
+// -curvature |x|^2 / 2 by all threads of a warp.
 __device__ __forceinline__ float row_term(const float* x, int d, float curvature) {
-    if (curvature == 0.0f) {
-        return 0.0f;
-    }
     float sum = 0.0f;
 #pragma unroll 1
-    for (int i = threadIdx.x % WARP; i < d; i += WARP) {
+    for (int i = threadIdx.x % WARP; curvature != 0.0f && i < d; i += WARP) {
         sum = fmaf(x[i], x[i], sum);
     }
-    sum = warp_sum(sum) * -0.5f * curvature;
-    return sum + (sum - sum);
-}
-
-// Largest over the block, in all its threads; a barrier stands between two calls.
-__device__ __forceinline__ float block_max(float x, float* warp_tops) {
-    x = warp_max(x);
-    if (threadIdx.x % WARP == 0) {
-        warp_tops[threadIdx.x / WARP] = x;
-    }
-    block_sync();
-    for (int warp = 0; warp < WARPS; ++warp) {
-        x = fmaxf(x, warp_tops[warp]);
-    }
-    return x;
+    return square_term(sum, curvature);
 }
 
 // Take rows r, r + WARPS ... of the state from kvz to `next`, pointers at this lane's column of row r.
@@ -156,19 +137,11 @@ __device__ __forceinline__ void step_state(const Shared& s, const float* kvz, fl
     }
 }
 
-// Where a step writes what it read: the output and the log normalizer, or with `num_den` the numerators
-// and the denominator, (columns), on the scale exp(*norm).
-struct Results {
-    Input* output;
-    float* num_den;
-    float* norm;
-};
-
 // One step of a head, all pointers at that head's arrays: the state goes from (kvz, shift) to (next,
-// next_shift), which may be the same. A key of log weight -inf is not read.
+// next_shift), which may be the same. A key of log weight -inf is not read. `norm`, the log normalizer, may be null.
 __device__ __forceinline__ void step(const Shared& s, const Map& map, const Input* query, const Input* key,
                                      const Input* value, float weight, const float* kvz, const float* shift,
-                                     float* next, float* next_shift, int columns, const Results& results) {
+                                     float* next, float* next_shift, int columns, Input* output, float* norm) {
     const bool seen = weight != -INFINITE;
 #pragma unroll 1
     for (int i = threadIdx.x; i < map.d; i += THREADS) {
@@ -180,8 +153,8 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         s.value[i] = i + 1 == columns ? 1.0f : seen ? load(value + i) : 0.0f;
     }
     block_sync();
-    const float query_row = row_term(s.query, map.d, map.query_curvature);
-    const float key_row = row_term(s.key, map.d, map.key_curvature) + weight;
+    const float query_row = row_term(s.query, map.d, map.curvature);
+    const float key_row = row_term(s.key, map.d, map.curvature) + weight;
     float top = -INFINITE;
 #pragma unroll 1
     for (int r = threadIdx.x; r < map.m; r += THREADS) {
@@ -206,7 +179,7 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         top = fmaxf(top, s.read[r]);
         next_shift[r] = after;
     }
-    top = block_max(top, s.warp_tops);
+    top = over_block<true>(top, s.warp_tops);
 #pragma unroll 1
     for (int r = threadIdx.x; r < map.m; r += THREADS) {
         s.read[r] = expf(s.read[r] - finite_shift(top));
@@ -224,14 +197,12 @@ __device__ __forceinline__ void step(const Shared& s, const Map& map, const Inpu
         for (int w = 0; w < WARPS; ++w) {
             sum += s.sums[w * columns + x];
         }
-        if (results.num_den != nullptr) {
-            results.num_den[x] = sum;
-        } else if (x + 1 < columns) {
-            store(results.output + x, divide(sum, den));
+        if (x + 1 < columns) {
+            store(output + x, divide(sum, den));
         }
     }
-    if (results.norm != nullptr && threadIdx.x == 0) {
-        *results.norm = top + query_row + (results.num_den != nullptr ? 0.0f : logf(den));
+    if (norm != nullptr && threadIdx.x == 0) {
+        *norm = top + query_row + logf(den);
     }
 }
 
@@ -248,19 +219,19 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     decode(const Input* __restrict__ queries, VIEW(query), const Input* __restrict__ keys, VIEW(key),
            const Input* __restrict__ values, VIEW(value), const float* __restrict__ projection,
            const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
-           i64 n2, int d, int m, int columns, float query_curvature, float key_curvature, float* next,
-           float* next_shifts, Input* __restrict__ output) {
+           i64 n2, int d, int m, int columns, float curvature, float* next, float* next_shifts,
+           Input* __restrict__ output) {
     const i64 head = blockIdx.x, spec = OFFSET(spec) * m, state = OFFSET(state) * m, first_row = head * m;
     const Shared s = share(d, m, columns);
-    const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
-    const Results results = {output + head * (columns - 1), nullptr, nullptr};
+    const Map map = {projection + spec * d, col + spec, curvature, d, m};
     step(s, map, queries + OFFSET(query), keys + OFFSET(key), values + OFFSET(value), 0.0f,
-         kvz + state * columns, shifts + state, next + first_row * columns, next_shifts + first_row, columns, results);
+         kvz + state * columns, shifts + state, next + first_row * columns, next_shifts + first_row, columns,
+         output + head * (columns - 1), nullptr);
 }
 
 // Causal rows of the segments that are flagged, again and exactly, from the states before them.
 // `workspace`: a state for each block; the states themselves may serve where no two heads share one.
-// Rows go to `output` and `norms`, or with `num_den`, (heads, length, columns), there and to `norms`.
+// `norms` may be null.
 KERNEL __launch_bounds__(THREADS, 2)
     redo_rows(const int* __restrict__ flags, const Input* __restrict__ queries, VIEW(query), i64 query_row,
               const Input* __restrict__ keys, VIEW(key), i64 key_row, const Input* __restrict__ values, VIEW(value),
@@ -268,8 +239,8 @@ KERNEL __launch_bounds__(THREADS, 2)
               const float* __restrict__ weights, VIEW(weight), i64 weight_row, const float* __restrict__ projection,
               const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
               i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns,
-              float query_curvature, float key_curvature, float* workspace, float* workspace_shifts,
-              Input* __restrict__ output, float* __restrict__ num_den, float* __restrict__ norms) {
+              float curvature, float* workspace, float* workspace_shifts, Input* __restrict__ output,
+              float* __restrict__ norms) {
     if (!flags[blockIdx.x]) {
         return;
     }
@@ -277,7 +248,7 @@ KERNEL __launch_bounds__(THREADS, 2)
     const i64 spec = OFFSET(spec) * m, state = (OFFSET(state) * segments + segment) * m;
     const i64 first_row = static_cast<i64>(blockIdx.x) * m;
     const Shared s = share(d, m, columns);
-    const Map map = {projection + spec * d, col + spec, query_curvature, key_curvature, d, m};
+    const Map map = {projection + spec * d, col + spec, curvature, d, m};
     queries += OFFSET(query);
     keys += OFFSET(key);
     values += OFFSET(value);
@@ -292,12 +263,9 @@ KERNEL __launch_bounds__(THREADS, 2)
         float weight = weights == nullptr ? 0.0f : weights[token * weight_row];
         weight = mask == nullptr || mask[token * mask_row] ? weight : -INFINITE;
         const i64 row = head * length + token;
-        Results results;
-        results.output = output + row * (columns - 1);
-        results.num_den = num_den == nullptr ? num_den : num_den + row * columns;
-        results.norm = norms == nullptr ? norms : norms + row;
         step(s, map, queries + token * query_row, keys + token * key_row, values + token * value_row, weight, kvz,
-             shifts, workspace, workspace_shifts, columns, results);
+             shifts, workspace, workspace_shifts, columns, output + row * (columns - 1),
+             norms == nullptr ? norms : norms + row);
         kvz = workspace;
         shifts = workspace_shifts;
     }

@@ -230,6 +230,21 @@ __device__ __forceinline__ void store_state(const State& state, const Tiles& s, 
     }
 }
 
+// A state that all tokens of a head read, in shared memory.
+__device__ __forceinline__ void load_read_state(const Tiles& s, const float* col, const float* kvz, const float* c,
+                                                int features, int value_dim, int first_value) {
+    for (int r = threadIdx.x; r < M; r += THREADS) {
+        s.bias[r] = r < features ? col[r] + c[r] : -INFINITE;
+        s.z[r] = r < features ? kvz[static_cast<i64>(r) * (value_dim + 1) + value_dim] : 0.0f;
+    }
+    for (int i = threadIdx.x; i < M * E; i += THREADS) {
+        const int r = i / E, x = first_value + i % E;
+        const bool valid = r < features && x < value_dim;
+        s.state[r * ES + i % E] =
+            valid ? float_to_bf16(kvz[static_cast<i64>(r) * (value_dim + 1) + x]) : static_cast<u16>(0);
+    }
+}
+
 // Tokens -------------------------------------------------------------------------------------------
 
 // Load the coordinates of all tokens that are 16 features of a pointwise map, as left operands; `top`, of
