@@ -51,15 +51,9 @@ def on_simulated_driver(tmp_path):
         path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
         environment = {"PYTHONPATH": path, "FAKE_GPU_ENV": str(BUILT), "FAKE_GPU_COMPUTE": "0"}
         environment |= settings
+        command = [str(RUN), "python", "-W", "error::RuntimeWarning", "-c"]
         finished = subprocess.run(
-            [
-                str(RUN),
-                "python",
-                "-W",
-                "error::RuntimeWarning",
-                "-c",
-                START + textwrap.dedent(program),
-            ],
+            [*command, START + textwrap.dedent(program)],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -153,55 +147,35 @@ def test_kernels_are_compiled_as_the_tests_compile_them(on_simulated_driver, nvr
 
 
 def test_first_contact_fails_where_nothing_is_computed(on_simulated_driver):
-    said = on_simulated_driver(
-        """
+    names = cases.TELLING[:4]
+    machine, *said = on_simulated_driver(
+        f"""
         from benchmarks.gpu import first_contact
-        assert first_contact.main(["--few"]) == 1
+        assert first_contact.main(["--only", *{names}]) == 1
         """
     )
-    end = next(i for i, line in enumerate(said) if line.startswith("-----"))
-    names = [line.removeprefix("begun ") for line in said[:end:2]]
-    assert len(names) == 1 + len(cases.FEW)
-    for name, line in zip(names, said[1:end:2], strict=True):
+    assert machine.startswith("date ")
+    assert [line.removeprefix("begun ") for line in said[:8:2]] == list(names)
+    for name, line in zip(names, said[1:8:2], strict=True):
         assert line.startswith(f"FAIL  {name}: ")
         assert "Error" not in line
-    assert said[end].startswith(f"----- {len(names)} of {len(names)} failed")
-    assert said[end + 1 :] == said[1:end:2]
+    assert said[8].startswith("----- 4 of 4 failed")
+    assert said[9:] == said[1:8:2]
 
 
-CARDS = {
-    "A100": {"FAKE_GPU_CC": "80", "FAKE_GPU_SHARED": "166912"},
-    "RTX 3090": {"FAKE_GPU_CC": "86", "FAKE_GPU_SHARED": "101376"},
-    "RTX 5090": {"FAKE_GPU_CC": "120", "FAKE_GPU_SHARED": "101376"},
-}
-
-
-@pytest.mark.parametrize(("card", "dim"), [("A100", 128), ("RTX 3090", 64), ("RTX 5090", 64)])
-def test_full_attention_on_cards_with_less_shared_memory(on_simulated_driver, card, dim):
-    """Reads of 128 tokens do not fit; those of 64 do."""
-    on_simulated_driver(
+@pytest.mark.parametrize(
+    ("capability", "dim", "shared", "needs"),
+    [("80", 128, 166912, 219392), ("86", 64, 101376, 162048), ("120", 64, 101376, 162048)],
+    ids=["A100", "RTX 3090", "RTX 5090"],
+)
+def test_cards_with_less_shared_memory(on_simulated_driver, capability, dim, shared, needs):
+    """Full attention reads 64 tokens at a time, not 128; causal does not fit, which is said."""
+    (said,) = on_simulated_driver(
         f"""
         phi = linattn.feature_maps.PositiveFeatures({dim}, 256, rng=0)
         arrays = inputs((2,), 100, {dim})
         linattn.linear_attention(*arrays, phi)
         assert launched == ["segment_states", "scan_states", "read_states"], launched
-        """,
-        **CARDS[card],
-    )
-
-
-@pytest.mark.parametrize(
-    ("card", "dim", "needs"),
-    [
-        ("A100", 128, "219,392 bytes of shared memory a block, this device has 166,912"),
-        ("RTX 3090", 64, "162,048 bytes of shared memory a block, this device has 101,376"),
-    ],
-)
-def test_what_does_not_fit_a_card_is_said(on_simulated_driver, card, dim, needs):
-    said = on_simulated_driver(
-        f"""
-        phi = linattn.feature_maps.PositiveFeatures({dim}, 256, rng=0)
-        arrays = inputs((2,), 100, {dim})
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for _ in range(2):
@@ -209,7 +183,10 @@ def test_what_does_not_fit_a_card_is_said(on_simulated_driver, card, dim, needs)
         assert "causal_rows" not in launched
         print(*(warning.message for warning in seen), sep="\\n")
         """,
-        **CARDS[card],
+        FAKE_GPU_CC=capability,
+        FAKE_GPU_SHARED=str(shared),
     )
-    assert len(said) == 1
-    assert f"causal attention with d = {dim}, m = 256 needs {needs}" in said[0]
+    assert (
+        f"causal attention with d = {dim}, m = 256 needs {needs:,} bytes of shared memory a block, "
+        f"this device has {shared:,}"
+    ) in said

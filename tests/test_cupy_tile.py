@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks.gpu import formulas
 from linattn_cupy import device, hardware, tile
 from tests.tile_stand_in import stand_in
 
@@ -36,26 +37,10 @@ def inputs(dtype, length, keys, dim=16, features=32, value_dim=32):
 
 def wanted(arrays, phi, causal):
     """Output and gradients by the definition."""
-    q, k, v, g = (x.astype(float) for x in arrays)
-    p = phi.projection.astype(float)
-
-    def features(x):
-        log = x @ p.T + phi.curvature * (x * x).sum(-1, keepdims=True) + phi.col
-        return np.exp(log - log.max((-2, -1), keepdims=True))
-
-    a, b = features(q), features(k)
-    sees = np.tril(np.ones((q.shape[1], k.shape[1]))) if causal else 1.0
-    weights = (a @ b.swapaxes(-1, -2)) * sees
-    den = weights.sum(-1, keepdims=True)
-    out = weights @ v / den
-    dw = (g @ v.swapaxes(-1, -2) - (g * out).sum(-1, keepdims=True)) / den * sees
-
-    def pulled(x, by_log):
-        return by_log @ p + 2 * phi.curvature * x * by_log.sum(-1, keepdims=True)
-
-    of_q, of_k = a * (dw @ b), b * (dw.swapaxes(-1, -2) @ a)
-    by_value = (weights / den).swapaxes(-1, -2) @ g
-    return out, pulled(q, of_q), pulled(k, of_k), by_value
+    q, k, v, grad = (x.astype(float) for x in arrays)
+    formula = formulas.Formula("favor", phi.projection.astype(float))
+    given = formula, q, k, v, np.tri(q.shape[1], k.shape[1], dtype=bool) | (not causal)
+    return formulas.attend(*given).output, *formulas.gradients(*given, grad)
 
 
 def error(found, expected):

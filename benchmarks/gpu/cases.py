@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["BOUNDS", "DTYPES", "FEW", "MAPS", "Case", "cases", "few", "telling_first"]
+import numpy as np
+
+__all__ = ["BOUNDS", "DTYPES", "MAPS", "Case", "cases", "drawn", "small", "telling_first"]
 
 BOUNDS = {"float32": 1e-5, "tf32": 5e-3, "float16": 1e-2, "bfloat16": 1e-2}
 """Largest relative error, as the norm of the difference over the norm of what is wanted."""
@@ -26,8 +29,8 @@ class Case:
     feature_map, dtype : str
         From ``MAPS`` and ``DTYPES``; tf32 are float32 arrays.
     operation : str
-        "attention", "gradient", "decode_step" or "decoder"; "graph" and "decoder_graph" replay a
-        captured call.
+        "attention", "softmax", "gradient", "decode_step" or "decoder"; "graph" and "decoder_graph"
+        replay a captured call.
     lead : tuple of int
         Leading axes of queries.
     one_key_head : bool
@@ -47,6 +50,8 @@ class Case:
         Whether a second call continues from the state of the first half of the keys.
     all_outputs : bool
         Whether the state and the log normalizer are asked for.
+    window, decayed : bool
+        Whether near keys are weighed exactly, and whether weights decay with the distance.
     hard : str
         "jump": keys of vanishing weight, then usual ones, so that rows are computed again. "nan":
         NaN in one key, which no earlier row may see. "blind": the first keys are masked, so that
@@ -71,6 +76,8 @@ class Case:
     masked: bool = False
     continued: bool = False
     all_outputs: bool = False
+    window: bool = False
+    decayed: bool = False
     hard: str = ""
 
     @property
@@ -88,6 +95,8 @@ class Case:
         """A kernel that must have run, so that no generic code takes its place unnoticed."""
         if self.operation in STEPS:
             return "decode"
+        if self.operation == "softmax" or self.window:
+            return "softmax_rows"
         if self.dtype in ("float16", "bfloat16"):
             return "causal_rows" if self.is_causal else "read_states"
         if self.operation == "gradient":
@@ -140,6 +149,13 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
     if dtype in ("float16", "bfloat16"):  # cuBLAS is not captured
         for is_causal in (False, True):
             yield _case(feature_map, dtype, "graph", operation="graph", is_causal=is_causal)
+    else:
+        yield _case(feature_map, dtype, "decayed", is_causal=True, decayed=True)
+    if dtype in ("float32", "tf32") and feature_map == "favor":
+        yield _case(feature_map, dtype, "window", is_causal=True, window=True, masked=True)
+        for is_causal in (False, True):
+            softmax = {"operation": "softmax", "masked": True}
+            yield _case(feature_map, dtype, "softmax", is_causal=is_causal, **softmax)
     yield _case(feature_map, dtype, "nan", is_causal=True, hard="nan")
     if feature_map == "favor":
         yield _case(feature_map, dtype, "jump", is_causal=True, hard="jump")
@@ -170,26 +186,20 @@ def _case(feature_map: str, dtype: str, *what: str, **options: object) -> Case:
     return Case(name, feature_map, dtype, **options)  # type: ignore[arg-type]
 
 
-FEW = (
+TELLING = (
     "bfloat16 favor basic causal",
     "bfloat16 favor basic full",
     "bfloat16 favor gradient causal",
     "bfloat16 favor decoder",
     "float32 favor basic causal",
-    "float16 elu all outputs causal",
-    "bfloat16 favor jump causal",
-    "bfloat16 favor graph causal",
-    "float32 favor decoder graph",
-)
-"""Cases of each kernel family that an interpreter can run, made smaller by :func:`few`."""
-
-TELLING = (
-    *FEW[:5],
     "bfloat16 favor long causal",
     "bfloat16 favor long gradient causal",
     "bfloat16 favor long full",
     "float32 favor long causal",
-    *FEW[5:],
+    "float16 elu all outputs causal",
+    "bfloat16 favor jump causal",
+    "bfloat16 favor graph causal",
+    "float32 favor decoder graph",
     "bfloat16 favor masked causal",
     "bfloat16 favor blind causal",
     "bfloat16 favor d128 causal",
@@ -200,7 +210,7 @@ TELLING = (
     "float32 favor long full",
     "bfloat16 relu basic causal",
 )
-"""Cases that find most, in the order in which a first contact runs them; the rest follow."""
+"""Cases that find most, in the order in which they are run; the rest follow."""
 
 
 def telling_first() -> list[Case]:
@@ -209,7 +219,40 @@ def telling_first() -> list[Case]:
     return [known.pop(name) for name in TELLING] + list(known.values())
 
 
-def few() -> list[Case]:
-    """Return a few cases of few heads and tokens."""
-    known = {case.name: case for case in cases()}
-    return [replace(known[name], lead=(1, 2), queries=150, keys=150) for name in FEW]
+def drawn(seed: int) -> Case:
+    """Return a case of any shape that kernels take."""
+    rng = np.random.default_rng(seed)
+
+    def pick(*options: Any) -> Any:
+        return options[rng.integers(len(options))]
+
+    kind = pick("plain", "gradient", "masked", "continued", "one_key_head", "moved_axes")
+    length = int(rng.integers(1, 200))
+    case = Case(
+        name=f"seed {seed}",
+        feature_map=pick(*MAPS),
+        dtype=pick("float16", "bfloat16", "float32"),
+        is_causal=pick(False, True),
+        lead=pick((1,), (2,), (2, 1, 2)),
+        queries=length,
+        keys=length,
+        dim=pick(8, 16, 24, 40, 48, 64, 96, 128),
+        features=pick(2, 6, 16, 40, 64, 100, 130, 200, 256),
+        value_dim=pick(8, 16, 40, 64, 72, 128, 200),
+    )
+    if kind == "gradient":
+        # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
+        return replace(case, operation="gradient", dim=max(48, case.dim))
+    if kind == "continued":
+        return replace(case, continued=True, queries=length + 2, keys=length + 2)
+    return case if kind == "plain" else replace(case, **{kind: True})  # type: ignore[arg-type]
+
+
+def small(case: Case) -> Case:
+    """Return a case of few heads and tokens; those of many heads walk several tiles."""
+    if case.distinct:
+        return replace(case, lead=(2,), distinct=0, queries=300, keys=300, dim=32, features=128)
+    lead = (1, 2) if case.lead == (2, 3) else case.lead
+    lengths = {700: 150, 300: 90, 131: 77}
+    queries, keys = (lengths.get(n, n) for n in (case.queries, case.keys))
+    return replace(case, lead=lead, queries=queries, keys=keys)

@@ -60,27 +60,40 @@ class Formula(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of one call: output, log normalizer, and what gradients are made of."""
+    """Attention of one call; ``shares``, (..., N, S): the weight of a pair over its row's sum."""
 
     output: Floats
     log_normalizer: Floats
     shares: Floats
-    """(..., N, S): the weight of each pair over the sum of its row."""
 
 
-def attend(formula: Formula, query: Floats, key: Floats, value: Floats, seen: Floats) -> Attended:
-    """Attend to the keys that each query sees, (..., N, S); the output is 0 where it sees none."""
-    of_query, of_key, pairs = _features(formula, query, key)
+def attend(
+    formula: Formula,
+    query: Floats,
+    key: Floats,
+    value: Floats,
+    seen: Floats,
+    bias: Any = 0.0,
+    exact: Any = False,
+) -> Attended:
+    """Attend to the keys that each query sees, (..., N, S); the output is 0 where it sees none.
+
+    ``bias``: added to the log weight of a pair, which is q . k / sqrt(d) where it is ``exact``.
+    """
+    (of_query, query_top), (of_key, key_top) = (_features(formula, x) for x in (query, key))
+    shares = of_query @ np.swapaxes(of_key, -1, -2)
     with np.errstate(divide="ignore"):
-        shares = np.log(pairs, out=pairs)  # in place: large inputs have many pairs
-    shares += of_query.top + np.swapaxes(of_key.top, -1, -2)
-    np.copyto(shares, -np.inf, where=~seen)
-    top = _finite(np.max(shares, axis=-1, keepdims=True))
-    shares -= top
-    np.exp(shares, out=shares)
-    total = _sum(shares)
-    shares /= np.where(total == 0, 1, total)
-    with np.errstate(divide="ignore"):
+        np.log(shares, out=shares)  # in place: large inputs have many pairs
+        shares += query_top + np.swapaxes(key_top, -1, -2) + bias
+        if np.any(exact):
+            scores = query @ np.swapaxes(key, -1, -2) / np.sqrt(query.shape[-1])
+            np.copyto(shares, scores, where=exact)
+        np.copyto(shares, -np.inf, where=~seen)
+        top = _finite(np.max(shares, axis=-1, keepdims=True))
+        shares -= top
+        np.exp(shares, out=shares)
+        total = _sum(shares)
+        shares /= np.where(total == 0, 1, total)
         return Attended(shares @ value, (np.log(total) + top)[..., 0], shares)
 
 
@@ -89,11 +102,12 @@ def gradients(
 ) -> tuple[Floats, Floats, Floats]:
     """Gradients of query, key and value, from the gradient of the output."""
     output, _, shares = attend(formula, query, key, value, seen)
-    of_query, of_key, pairs = _features(formula, query, key)
+    (of_query, _), (of_key, _) = (_features(formula, x) for x in (query, key))
+    pairs = of_query @ np.swapaxes(of_key, -1, -2)
     of_logs = shares * (grad @ np.swapaxes(value, -1, -2) - _sum(grad * output))
     of_pairs = of_logs / np.where(pairs == 0, 1, pairs)
-    of_query_logs = of_query.values * (of_pairs @ of_key.values)
-    of_key_logs = of_key.values * (np.swapaxes(of_pairs, -1, -2) @ of_query.values)
+    of_query_logs = of_query * (of_pairs @ of_key)
+    of_key_logs = of_key * (np.swapaxes(of_pairs, -1, -2) @ of_query)
     return (
         formula.pull(query, of_query_logs),
         _shared(formula.pull(key, of_key_logs), key),
@@ -109,22 +123,11 @@ def state(formula: Formula, key: Floats, value: Floats, kept: Floats) -> Floats:
     return sums
 
 
-class _Scaled(NamedTuple):
-    """Features of a token over the largest of them, exp(top)."""
-
-    values: Floats
-    top: Floats
-
-
-def _features(formula: Formula, query: Floats, key: Floats) -> tuple[_Scaled, _Scaled, Floats]:
-    """Features of queries and of keys, and their products for all pairs."""
-    scaled = []
-    for x in (query, key):
-        logs = formula.logs(x)
-        top = _finite(logs.max(-1, keepdims=True))
-        scaled.append(_Scaled(np.exp(logs - top), top))
-    of_query, of_key = scaled
-    return of_query, of_key, of_query.values @ np.swapaxes(of_key.values, -1, -2)
+def _features(formula: Formula, x: Floats) -> tuple[Floats, Floats]:
+    """Features of tokens over the largest of each, and the log of that."""
+    logs = formula.logs(x)
+    top = _finite(logs.max(-1, keepdims=True))
+    return np.exp(logs - top), top
 
 
 def _finite(top: Floats) -> Floats:

@@ -7,7 +7,9 @@ after they were rounded to their dtype.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,14 +22,12 @@ from benchmarks.gpu.library import GENERIC, CupyLibrary, host_dtype
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
 __all__ = [
-    "Inputs",
+    "call_of",
     "check",
     "feature_map_of",
     "host_inputs",
-    "precision",
     "relative_error",
-    "run",
-    "run_on",
+    "row_error",
 ]
 
 POISONS = (0xFF, 0)
@@ -36,6 +36,9 @@ POISONS = (0xFF, 0)
 NUM_STEPS = 20
 PRIMED = 100
 """Tokens in the state before steps."""
+
+WINDOW, DECAY = 64, -0.05
+"""Tokens of an exact window, and the log of what a weight decays by from token to token."""
 
 LARGE_COORDINATE = 50.0
 """Coordinates of keys whose log weights are about -1e4."""
@@ -66,14 +69,14 @@ def feature_map_of(name: str, dim: int, features: int) -> Any:
     return {"elu": EluFeatures, "relu": ReluFeatures}[name]()
 
 
-def map_of(case: Case) -> Any:
+def _map_of(case: Case) -> Any:
     if case.per_head:
         rows = np.random.default_rng(0).standard_normal((*case.lead, case.features, case.dim))
         return PositiveFeatures.from_projection(rows)
     return feature_map_of(case.feature_map, case.dim, case.features)
 
 
-def formula_of(case: Case, phi: Any) -> formulas.Formula:
+def _formula_of(case: Case, phi: Any) -> formulas.Formula:
     """Return the formula of a map, its rows in the precision in which kernels have them."""
     if case.feature_map in ("elu", "relu"):
         return formulas.Formula(case.feature_map)
@@ -103,21 +106,21 @@ def row_error(got: Floats, wanted: Floats) -> float:
 
 def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
     """Run a case twice and compare, with what is wanted and bitwise with each other."""
-    phi, host = map_of(case), host_inputs(case)
+    phi, host = _map_of(case), host_inputs(case)
     inputs = Inputs(*(_on_device(library, case, array) for array in host))
     runs, seconds = [], 0.0
     library.launches.clear()
+    library.findings()
     for number, byte in enumerate(POISONS):
         library.poison(byte)
         # A launch that waits has its kernel named if that faults; one that does not is as usual.
         library.waits = number == 0
         begun = time.perf_counter()
-        with precision(case):
-            runs.append(_fetch(library, run(case, phi, inputs)))
+        runs.append(_fetch(library, _run(case, phi, inputs)))
         seconds = time.perf_counter() - begun
     kernels = sorted(set(library.launches))
     with np.errstate(all="ignore"):
-        wanted = _wanted(case, formula_of(case, phi), host)
+        wanted = _wanted(case, _formula_of(case, phi), host)
         pairs = {name: _pair(case, name, runs[0], wanted) for name in wanted}
         errors = {name: relative_error(*pair) for name, pair in pairs.items()}
         rows = {name: row_error(*pair) for name, pair in pairs.items()}
@@ -127,8 +130,8 @@ def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
     close = all(bool(error <= case.bound) for error in errors.values())
     close = close and all(bool(error <= case.row_bound) for error in rows.values())
     expected = case.kernel is None or (case.kernel in kernels and GENERIC not in kernels)
+    findings = library.findings()
     return {
-        "dtype": case.dtype,
         "errors": errors,
         "bound": case.bound,
         "row_errors": rows,
@@ -136,26 +139,21 @@ def check(library: CupyLibrary, case: Case) -> dict[str, Any]:
         "deterministic": same_bits,
         "kernels": kernels,
         "seconds": seconds,
-        "passed": close and same_bits and expected,
+        "findings": findings,
+        "passed": close and same_bits and expected and not findings,
     }
 
 
-def run_on(library: CupyLibrary, case: Case) -> Results:
-    """Make the calls of a case; return all that comes out, by name."""
+def call_of(library: CupyLibrary, case: Case) -> Callable[[], Results]:
+    """Return the calls of a case on arrays of the device; they give all results by name."""
     inputs = Inputs(*(_on_device(library, case, array) for array in host_inputs(case)))
-    with precision(case):
-        return run(case, map_of(case), inputs)
+    return partial(_run, case, _map_of(case), inputs)
 
 
 def _on_device(library: CupyLibrary, case: Case, array: Any) -> Any:
     if array is None or not case.moved_axes or array.dtype == bool:
         return None if array is None else library.array(array, case.dtype)
     return library.array(array.swapaxes(-2, -3), case.dtype).swapaxes(-2, -3)
-
-
-def precision(case: Case) -> AbstractContextManager[Any]:
-    """Enter this around the calls of a case."""
-    return linattn.config(precision="tf32") if case.dtype == "tf32" else nullcontext()
 
 
 def host_inputs(case: Case) -> Inputs:
@@ -187,10 +185,12 @@ def host_inputs(case: Case) -> Inputs:
     return Inputs(arrays[0], arrays[1], arrays[2], arrays[3], mask)
 
 
-def run(case: Case, phi: Any, inputs: Inputs) -> Results:
-    """Make the calls of a case; return all that comes out, by name."""
-    if case.operation in STEPS:
-        return _steps(case, phi, inputs)
+def _run(case: Case, phi: Any, inputs: Inputs) -> Results:
+    with linattn.config(precision="tf32") if case.dtype == "tf32" else nullcontext():
+        return _steps(case, phi, inputs) if case.operation in STEPS else _attend(case, phi, inputs)
+
+
+def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
     query, key, value, gradient, mask = inputs
     options: dict[str, Any] = {"is_causal": case.is_causal}
     if case.operation == "gradient":
@@ -198,9 +198,16 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
         names = ("grad_query", "grad_key", "grad_value")
         return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if case.operation == "graph":
-        return _replayed(phi, (query, key, value), options)
+        attend = partial(linattn.linear_attention, feature_map=phi, **options)
+        arrays = (query, key, value)
+        other = tuple(array[..., ::-1, :] for array in arrays)
+        return {"output": attend(*arrays), "replayed": _replayed(attend, [other, arrays])[1]}
     if mask is not None:
         options["key_mask"] = mask
+    if case.operation == "softmax":
+        return {"output": linattn.softmax_attention(query, key, value, **options)}
+    options |= {"exact_window": WINDOW} if case.window else {}
+    options |= {"log_decay": DECAY} if case.decayed else {}
     if case.continued:
         half = case.keys // 2
         rows = half if case.is_causal else case.queries
@@ -218,22 +225,24 @@ def run(case: Case, phi: Any, inputs: Inputs) -> Results:
     return {"output": linattn.linear_attention(query, key, value, phi, **options)}
 
 
-def _replayed(phi: Any, arrays: tuple[Any, ...], options: dict[str, Any]) -> Results:
-    """Capture a call on other numbers, write those of the case into its arrays and replay it."""
+def _replayed(call: Callable[..., Any], arguments: list[Any]) -> list[Any]:
+    """Capture a call on the first of some arguments, and replay it on the others."""
     import cupy
 
     import linattn_cupy
 
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        own = [array[..., ::-1, :].copy() for array in arrays]
-        call = linattn_cupy.capture(linattn.linear_attention, *own, phi, **options)
-        for array, numbers in zip(own, arrays, strict=True):
-            array[...] = numbers
-        call.launch()
-        output = linattn.linear_attention(own[0], own[1], own[2], phi, **options)
+        own = [array.copy() for array in arguments[0]]
+        captured = linattn_cupy.capture(call, *own)
+        outputs = [captured.output.copy()]
+        for arrays in arguments[1:]:
+            for array, numbers in zip(own, arrays, strict=True):
+                array[...] = numbers
+            captured.launch()
+            outputs.append(captured.output.copy())
         stream.synchronize()
-    return {"output": output, "replayed": call.output}
+    return outputs
 
 
 def _steps(case: Case, phi: Any, inputs: Inputs) -> Results:
@@ -253,34 +262,7 @@ def _steps(case: Case, phi: Any, inputs: Inputs) -> Results:
     decoder = linattn.Decoder(phi, state)
     if case.operation == "decoder":
         return {"steps": [decoder.step(*token) for token in tokens], "state": decoder.state}
-    return {"steps": _graph_of_steps(decoder, tokens), "state": decoder.state}
-
-
-def _graph_of_steps(decoder: Any, tokens: Any) -> list[Any]:
-    """Take the first step, which captures one, then replay it on the others."""
-    import cupy
-
-    import linattn_cupy
-
-    cupy.cuda.Device().synchronize()
-    with cupy.cuda.Stream(non_blocking=True) as stream:
-        own = [array.copy() for array in tokens[0]]
-        first: list[Any] = []
-
-        def step() -> Any:
-            output = decoder.step(*own)
-            first.append(output)
-            return output
-
-        call = linattn_cupy.capture(step)
-        outputs = [first[0].copy()]
-        for token in tokens[1:]:
-            for array, numbers in zip(own, token, strict=True):
-                array[...] = numbers
-            call.launch()
-            outputs.append(call.output.copy())
-        stream.synchronize()
-    return outputs
+    return {"steps": _replayed(decoder.step, tokens), "state": decoder.state}
 
 
 def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Floats]:
@@ -298,7 +280,12 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
         pulled = formulas.gradients(formula, query, key, value, seen, grad)
         names = ("grad_query", "grad_key", "grad_value")
         return {"output": output, **dict(zip(names, pulled, strict=True))}
-    whole = formulas.attend(formula, query, key, value, seen)
+    distance = np.arange(query.shape[-2])[:, None] - np.arange(key.shape[-2])
+    # A window is whole tiles: that of the query, and the one before it.
+    tiles = np.arange(query.shape[-2])[:, None] // WINDOW - np.arange(key.shape[-2]) // WINDOW
+    exact = tiles <= 1 if case.window else case.operation == "softmax"
+    bias = DECAY * distance if case.decayed else 0.0
+    whole = formulas.attend(formula, query, key, value, seen, bias, exact)
     if case.operation in STEPS:
         end = PRIMED + NUM_STEPS
         kept[..., end:] = False

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["ROOT", "child_environment", "unable"]
+__all__ = ["IS_FAKE", "ROOT", "child_environment", "unable"]
 
 ROOT = Path(__file__).resolve().parents[2]
+IS_FAKE = hasattr(ctypes.CDLL(None), "fake_gpu_record")
+"""Whether the GPU is that of tests/fake_gpu, which interprets kernels."""
+
 NEEDED = ("numpy", "cupy", "array_api_compat", "ml_dtypes")
 
 

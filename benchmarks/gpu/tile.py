@@ -1,8 +1,8 @@
 """The kernels in cuTile beside the others: ``python -m benchmarks.gpu.tile --out FILE``.
 
-Each call is compared with its definition in float64 on the host, and timed in turns with the other
-way. ``backends/linattn_cupy/tile.json`` is such a FILE: by it calls are chosen. The exit code is 1
-if a call is wrong, 2 where there is no GPU or no ``cuda.tile``.
+Each call is compared with its definition in float64 on the host, and timed beside the other way.
+``backends/linattn_cupy/tile.json`` is such a FILE: by it calls are chosen. The exit code is 1 if a
+call is wrong, 2 where there is no GPU or no ``cuda.tile``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,11 +20,9 @@ from benchmarks.gpu.paths import unable
 
 __all__ = ["main"]
 
-HEADS, LENGTH, DIM, FEATURES = 64, 8192, 64, 256
+HEADS, LENGTH = 64, 8192
 SMALL = 500
 """Tokens of two heads that are compared: they fill no tile, and have few pairs."""
-
-REPEATS = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,68 +60,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _measured(dtype: str, is_causal: bool, is_gradient: bool) -> dict[str, Any]:
     """Compare a call, and time both ways in milliseconds."""
-    import numpy as np
-
-    from benchmarks.gpu import formulas, parity
+    from benchmarks.gpu import parity, times
     from benchmarks.gpu.cases import Case
-
-    case = Case(
-        "tile", "favor", dtype, "gradient" if is_gradient else "attention", is_causal=is_causal,
-        lead=(2,), queries=SMALL, keys=SMALL, dim=DIM, features=FEATURES, value_dim=DIM,
-    )  # fmt: skip
-    ours, _ = _ways(case)
-    host = parity.host_inputs(case)
-    found = [x.get().astype(np.float64) for x in ours()]
-    query, key, value, grad = (x.astype(np.float64) for x in host[:4])
-    seen = np.ones((2, SMALL, SMALL), bool)
-    seen = np.tril(seen) if is_causal else seen
-    formula = parity.formula_of(case, parity.map_of(case))
-    wanted = [formulas.attend(formula, query, key, value, seen).output]
-    if is_gradient:
-        wanted = list(formulas.gradients(formula, query, key, value, seen, grad))
-    error = max(parity.relative_error(x, y) for x, y in zip(found, wanted, strict=True))
-    large = Case(**{**vars(case), "lead": (HEADS,), "queries": LENGTH, "keys": LENGTH})
-    ms, other = _times(*_ways(large))
-    return {"right": error <= case.bound, "error": error, "ms": ms, "other_ms": other}
-
-
-def _ways(case: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return calls of the two ways on the arrays of a case, of output or gradients."""
-    from benchmarks.gpu import parity
     from benchmarks.gpu.library import CupyLibrary
-    from linattn._driver.problem import linear_problem
-    from linattn.typing import Cotangent
-    from linattn_cupy import fused, gradients, state_vjps, states, tile
+    from linattn_cupy import whole
 
-    library = CupyLibrary(0)
-    query, key, value, grad = (library.array(x, case.dtype) for x in parity.host_inputs(case)[:4])
-    phi = parity.map_of(case)
-    problem = linear_problem(query, key, value, phi, is_causal=case.is_causal)
-    wide = case.dtype == "float32"
-    if case.operation == "gradient":
-        cotangent = Cotangent(grad, None)
-        other = state_vjps.float32_vjp if wide else gradients.attention_vjp
-        return (
-            lambda: tile.attention_vjp(problem, cotangent)[:3],
-            lambda: other(problem, cotangent)[:3],
-        )
-    forward = states.float32_attention if wide else fused.attention
-    return lambda: tile.attention(problem)[:1], lambda: forward(problem)[:1]
-
-
-def _times(*ways: Callable[[], Any]) -> list[float]:
-    """Return median milliseconds of each, taken in turns."""
-    import cupy
-
-    taken: list[list[float]] = [[] for _ in ways]
-    for repeat in range(REPEATS + 2):
-        for way, times in zip(ways, taken, strict=True):
-            begun = time.perf_counter()
-            way()
-            cupy.cuda.Device().synchronize()
-            if repeat > 1:
-                times.append(1e3 * (time.perf_counter() - begun))
-    return [statistics.median(times) for times in taken]
+    ways: Any = whole
+    library = CupyLibrary()
+    ms: dict[bool, float] = {}
+    operation = "gradient" if is_gradient else "attention"
+    case = Case("small", "favor", dtype, operation, is_causal, (2,), queries=SMALL, keys=SMALL)
+    large = replace(case, lead=(HEADS,), distinct=2, queries=LENGTH, keys=LENGTH)
+    for is_tile in (False, True):
+        ways.chosen = lambda problem, is_tile=is_tile, **kind: is_tile
+        ms[is_tile] = times.measure(times.seconds, [parity.call_of(library, large)])["ms"]
+    found = parity.check(library, case)
+    # What cuTile declines, the other kernels do.
+    right = not found["kernels"] and found["deterministic"]
+    right = right and all(error <= case.bound for error in found["errors"].values())
+    return {"right": right, "errors": found["errors"], "ms": ms[True], "other_ms": ms[False]}
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.gpu.library import describe, host_dtype, register
 from benchmarks.gpu.parity import feature_map_of
 from benchmarks.gpu.paths import unable
 
-__all__ = ["items", "main", "measure"]
+__all__ = ["items", "main", "measure", "seconds"]
 
 LEAD, LENGTH, DIM, FEATURES = (4, 16), 8192, 64, 256
 DECODED = (64, 16)
@@ -126,7 +126,7 @@ def measure(seconds: Callable[[Thunk], float], calls: Sequence[Thunk]) -> Found:
     return {"ms": 1e3 * middle, "spread": (high - low) / middle}
 
 
-def _seconds(work: Thunk) -> float:
+def seconds(work: Thunk) -> float:
     """Time work between events on CuPy's current stream."""
     import cupy
 
@@ -143,7 +143,7 @@ def _copy() -> Found:
 
     source = cupy.ones(2**29, dtype="float32")
     target = cupy.empty_like(source)
-    found = measure(_seconds, [lambda: cupy.copyto(target, source)])
+    found = measure(seconds, [lambda: cupy.copyto(target, source)])
     return {**found, "TB/s": 2 * source.nbytes / found["ms"] / 1e9}
 
 
@@ -151,7 +151,7 @@ def _product(dtype: str, n: int = 4096) -> Found:
     import cupy
 
     a, b = (_random((n, n), dtype) for _ in range(2))
-    found = measure(_seconds, [lambda: cupy.matmul(a, b)])
+    found = measure(seconds, [lambda: cupy.matmul(a, b)])
     return {**found, "TFLOP/s": 2 * n**3 / found["ms"] / 1e9}
 
 
@@ -201,11 +201,11 @@ def _timed(calls: Sequence[Thunk], graphs: bool) -> Found:
 
     import linattn_cupy
 
-    found: Found = {"eager": measure(_seconds, calls), "kernels": _kernels(calls[0])}
+    found: Found = {"eager": measure(seconds, calls), "kernels": _kernels(calls[0])}
     if graphs:
         with cupy.cuda.Stream(non_blocking=True) as stream:
             replays = [linattn_cupy.capture(call).launch for call in calls]
-            found["graph"] = measure(_seconds, replays)
+            found["graph"] = measure(seconds, replays)
             stream.synchronize()
     return found
 
@@ -259,7 +259,7 @@ def _exact(backend: str, kind: str) -> Found:
         for _ in range(SETS)
     ]
     # Both libraries work in the default stream.
-    return {"eager": measure(_seconds, [partial(call, arrays) for arrays in sets])}
+    return {"eager": measure(seconds, [partial(call, arrays) for arrays in sets])}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     tests/fake_gpu/run.sh python -m tests.ptx.mutants [FIRST LAST]
 
-Runs a case of `tests/ptx/check.py` on one multiprocessor, so that a block walks several tiles. The
-exit code is 1 if a mutant that is not in `REDUNDANT` passed. On demand: about ten minutes.
+Runs a case of `benchmarks/gpu/cases.py` on one multiprocessor, so that a block walks several tiles.
+The exit code is 1 if a mutant that is not in `REDUNDANT` passed. On demand: about ten minutes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ CASES = {
     "causal_gradients": "float16 favor long gradient causal",
     "decode": "bfloat16 favor decoder",
     "redo_rows": JUMP,
+    "softmax_rows": "float32 favor softmax causal",
 }
 """What shows a defect of a kernel; what stands before all kernels is the last one's."""
 
-LAST = {"fused.cu": "causal_rows", "gradients.cu": "causal_gradients", "steps.cu": "redo_rows"}
+LAST = {"gradients.cu": "causal_gradients", "steps.cu": "redo_rows", "common.cuh": "decode"}
 SWAPS = [
     (
         "tiles.cuh",
@@ -90,7 +91,15 @@ result another computation does not change, or no key had any of the first 32 fe
 
 def mutants() -> Iterator[tuple[str, str, str, str]]:
     """Yield what is changed, the file, its changed text, and the case that should notice."""
-    for name in ("fused.cu", "gradients.cu", "steps.cu", "features.cu", "tiles.cuh"):
+    for name in (
+        "fused.cu",
+        "gradients.cu",
+        "steps.cu",
+        "features.cu",
+        "tiles.cuh",
+        "common.cuh",
+        "softmax.cu",
+    ):
         lines = (ROOT / KERNELS / name).read_text().splitlines(keepends=True)
         kernel = LAST.get(name, "causal_rows")
         for i, line in enumerate(lines):
@@ -121,14 +130,14 @@ def noticed(folder: Path, name: str, text: str, case: str) -> str:
     paths = [str(folder / "backends"), os.environ.get("PYTHONPATH", ""), str(ROOT)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FAKE_GPU_SMS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.ptx.check", "--exactly", *case.split()],
+        [sys.executable, "-m", "benchmarks.gpu.first_contact", "--run", "--only", case],
         cwd=folder,
         env=environment | {"CUPY_CACHE_DIR": str(folder / "cache")},
         capture_output=True,
         text=True,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
-    return "" if not done.returncode else (lines or done.stderr.splitlines()[-1:])[0]
+    *_, last = ["", *done.stdout.splitlines()]
+    return "" if last.startswith("ok ") else last if last.startswith("FAIL") else done.stderr[-160:]
 
 
 def main() -> int:
