@@ -23,24 +23,16 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel needs of a GPU.
-
-    Attributes
-    ----------
-    registers : int
-        A thread.
-    stack_bytes : int
-        Local memory a thread: arrays that are indexed at run time, and spilled registers.
-    spill_bytes : int
-        Those bytes of instructions that store spilled registers.
-    shared_bytes : int
-        Static shared memory a block.
-    """
+    """What a kernel needs of a GPU."""
 
     registers: int
+    """A thread."""
     stack_bytes: int
+    """Local memory a thread: arrays that are indexed at run time, and spilled registers."""
     spill_bytes: int
+    """Bytes of instructions that store spilled registers."""
     shared_bytes: int
+    """Static shared memory a block."""
 
 
 def library_path() -> Path:

@@ -10,20 +10,15 @@ from linattn_cupy.device import KERNELS
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 
-PLAIN = """
+KNOWN = """
 #include "device.cuh"
-KERNEL plain(const float* x, float* y) { y[threadIdx.x] = NUMBER * x[threadIdx.x]; }
-KERNEL reversed(const float* x, float* y) {
+KERNEL plain(const float* x, float* y) {
     __shared__ float tile[100];
-    tile[threadIdx.x] = x[threadIdx.x];
+    tile[threadIdx.x] = NUMBER * x[threadIdx.x];
     block_sync();
     y[threadIdx.x] = tile[99 - threadIdx.x];
 }
-"""
-
-# 100 numbers that all live at once, of threads that may have 32 registers.
-SPILLING = """
-#include "device.cuh"
+// 100 numbers that all live at once, of threads that may have 32 registers.
 KERNEL __launch_bounds__(1024, 2) spills(const float* x, float* y) {
     float numbers[100];
     #pragma unroll
@@ -33,11 +28,7 @@ KERNEL __launch_bounds__(1024, 2) spills(const float* x, float* y) {
     for (int i = 0; i < 100; i++) sum = sum * numbers[i] + numbers[99 - i];
     y[threadIdx.x] = sum;
 }
-"""
-
-# No register is spilled, but an array that is indexed at run time lies in memory.
-INDEXED = """
-#include "device.cuh"
+// No register is spilled, but an array that is indexed at run time lies in memory.
 KERNEL indexed(const int* x, float* y) {
     float numbers[50];
     for (int i = 0; i < 50; i++) numbers[x[i]] = i;
@@ -130,44 +121,20 @@ def test_every_part_of_every_source_is_compiled_for_every_gpu():
         assert compiled == wanted
 
 
-@pytest.fixture
-def compiled(compile_kernel, tmp_path):
-    """Compile a text."""
-
-    def compile_text(text, arch, **options):
-        path = tmp_path / "f.cu"
-        path.write_text(text)
-        return compile_kernel(path, options, arch)
-
-    return compile_text
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_resources_of_kernels_that_fit(compiled, arch):
-    kernels = compiled(PLAIN, arch, NUMBER="2.0f")
-    assert set(kernels) == {"plain", "reversed"}
-    for kernel in kernels.values():
-        assert 4 <= kernel.registers <= 24
-        assert kernel.stack_bytes == kernel.spill_bytes == 0
-    assert kernels["plain"].shared_bytes == 0
-    assert kernels["reversed"].shared_bytes == 400
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_a_kernel_that_spills_is_seen(compiled, arch):
-    kernel = compiled(SPILLING, arch)["spills"]
+def test_what_kernels_need_is_read(compile_kernel, nvrtc, tmp_path, arch):
+    path = tmp_path / "f.cu"
+    path.write_text(KNOWN)
+    plain, spills, indexed = (
+        compile_kernel(path, {"NUMBER": "2.0f"}, arch)[name]
+        for name in ("plain", "spills", "indexed")
+    )
+    assert 4 <= plain.registers <= 24
+    assert plain.stack_bytes == plain.spill_bytes == 0
+    assert (plain.shared_bytes, spills.shared_bytes) == (400, 0)
     # A multiprocessor of sm_120 has no room for two such blocks, whatever they spill.
-    assert kernel.registers <= (64 if arch == "sm_120" else 32)
-    assert kernel.spill_bytes >= 200
-    assert kernel.stack_bytes >= 200
-
-
-def test_an_array_indexed_at_run_time_is_seen(compiled):
-    kernel = compiled(INDEXED, "sm_90")["indexed"]
-    assert kernel.stack_bytes == 200
-    assert kernel.spill_bytes == 0
-
-
-def test_an_error_is_the_compilers(compiled, nvrtc):
-    with pytest.raises(nvrtc.CompilationError, match=r'f\.cu\(3\): error: .*"NUMBER" is undefined'):
-        compiled(PLAIN, "sm_90")
+    assert spills.registers <= (64 if arch == "sm_120" else 32)
+    assert min(spills.spill_bytes, spills.stack_bytes) >= 200
+    assert (indexed.stack_bytes, indexed.spill_bytes) == (200, 0)
+    with pytest.raises(nvrtc.CompilationError, match=r'f\.cu\(5\): error: .*"NUMBER" is undefined'):
+        compile_kernel(path, {}, arch)

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 # Loaded before all else (run.sh), so that its functions are those of the process.
 _process = ctypes.CDLL(None)
@@ -33,38 +32,19 @@ def counts() -> dict[str, list[int]]:
 
 @dataclass
 class Log:
-    """Lines of the fake GPU's log, filled when the block ends.
-
-    Attributes
-    ----------
-    lines : list of str
-        All of them, in order.
-    memory : set of int
-        Devices of which CuPy's pools gave memory out.
-    allocations : int
-        How often they did.
-    """
+    """Lines of the fake GPU's log, in order, filled when the block ends."""
 
     lines: list[str] = field(default_factory=list)
-    memory: set[int] = field(default_factory=set)
-    allocations: int = 0
 
     def of(self, *kinds: str) -> list[str]:
         """Lines that begin with one of these words."""
         return [line for line in self.lines if line.partition(" ")[0] in kinds]
 
     @property
-    def kernels(self) -> list[str]:
-        """Names of the kernels that were launched."""
-        return [line.split()[1] for line in self.of("LAUNCH")]
-
-    @property
     def devices(self) -> set[int]:
         """Devices that had something to do or gave memory out."""
-        found = re.findall(
-            r"^(?:LAUNCH|ALLOC) .*\b(?:device|on) (\d+)", "\n".join(self.lines), re.M
-        )
-        return {int(device) for device in found} | self.memory
+        lines = "\n".join(self.of("LAUNCH", "ALLOC"))
+        return {int(device) for device in re.findall(r"\b(?:device|on) (\d+)", lines)}
 
     @property
     def waits(self) -> list[str]:
@@ -86,22 +66,12 @@ class Log:
 @contextmanager
 def recorded() -> Iterator[Log]:
     """Keep the log of a block."""
-    import cupy
-
-    class Memory(cupy.cuda.MemoryHook):  # type: ignore[misc]
-        name = "devices"
-
-        def malloc_preprocess(self, **told: Any) -> None:
-            log.memory.add(told["device_id"])
-            log.allocations += 1
-
     log = Log()
-    with Memory():
-        _process.fake_gpu_record()
-        try:
-            yield log
-        finally:
-            log.lines += _process.fake_gpu_recorded().decode().splitlines()
+    _process.fake_gpu_record()
+    try:
+        yield log
+    finally:
+        log.lines += _process.fake_gpu_recorded().decode().splitlines()
 
 
 @contextmanager
