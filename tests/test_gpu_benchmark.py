@@ -10,9 +10,9 @@ import os
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def watched(monkeypatch, tmp_path, capfd):
 
     def watch(program, names="abc", seconds=60.0):
         script.write_text("import os, sys\nleft = sys.argv[1:]\n" + program)
-        code = first_contact._watch(list(names), SimpleNamespace(seconds=seconds, out=None))
+        code = first_contact._watch(list(names), Namespace(seconds=seconds, out=None))
         return code, capfd.readouterr().out.splitlines()
 
     return watch
