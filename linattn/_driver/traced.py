@@ -449,13 +449,14 @@ def _exact(problem: Problem, functions: BlockFunctions, seen: Any = None) -> tup
     jax, xp, size = sys.modules["jax"], problem.xp, problem.key.shape[-2]
     (key, values), length = keys_and_values(problem, slice(0, size)), problem.query.shape[-2]
     missing = np.zeros(-length % ROWS, np.int64)
+    is_window = seen is None and (problem.sees.left, problem.exact.window) != (None, None)
     seen = _seen(problem) if seen is None else seen
     low, stop = (np.append(x, missing).reshape(-1, ROWS) for x in seen)
     mean, clock = _clock(problem)
     last = np.where(low < stop, stop, 0).max(axis=1)
     first = np.minimum(np.where(low < stop, low, size).min(axis=1), last)
     width = max(1, int((last - first).max()))
-    is_narrow = width <= MAX_NARROW and not (problem.sees.left is problem.exact.window is None)
+    is_narrow = is_window and width <= MAX_NARROW
     steps = 1 if is_narrow else -(-width // KEYS)
     block = -(-width // steps)
     width = steps * block
