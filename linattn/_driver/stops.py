@@ -111,7 +111,10 @@ def side_runs(problem: Problem) -> list[SideRuns]:
             near.runs.append(back)
             if end[-1] > pivot:
                 beyond.runs.append(Run(keys[pivot : end[-1]], of_run, end - pivot))
-    return [side for side in (left, near, beyond) if side.runs]
+    # Even without runs, so that a short program has as many operations as a long one.
+    sees, reads_ahead = problem.sees, problem.mode in ("window", "two-sided")
+    count = 1 + (reads_ahead and sees.ahead) + (reads_ahead and sees.key_stop is not None)
+    return [left, near, beyond][:count]
 
 
 def sequences_of(problem: Problem) -> list[tuple[int, Stops]]:
