@@ -60,25 +60,33 @@ def test_memory_is_flat_over_many_calls(name):
     assert threading.active_count() <= threads
 
 
+def extra_memory(call, arrays):
+    """Bytes that a call takes beside its results, on one thread.
+
+    The least of a few: the first fills lists, and threads of other libraries allocate in between.
+    """
+    peaks = []
+    with linattn.config(num_threads=1):
+        tracemalloc.start()
+        try:
+            for _ in range(3):
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+                found = call(*arrays)
+                used = tracemalloc.get_traced_memory()[1] - before
+                peaks.append(used - sum(x.nbytes for x in found))
+                del found
+            return min(peaks)
+        finally:
+            tracemalloc.stop()
+
+
 # Blocks of relu are done again where rows vanish, which depends on the data.
 @pytest.mark.parametrize("attend", attentions("positive", "elu", "softmax"))
 def test_extra_memory_does_not_grow_with_length(attend):
     def extra(length):
         arrays = tokens(lead=(), length=length)
-        with linattn.config(num_threads=1):
-            peaks = []
-            tracemalloc.start()
-            try:
-                # The first calls fill the free lists that Python and NumPy keep of small objects.
-                for _ in range(3):
-                    tracemalloc.reset_peak()
-                    before = tracemalloc.get_traced_memory()[0]
-                    out = attend(*arrays, chunk_size=64)
-                    peaks.append(tracemalloc.get_traced_memory()[1] - before - out.nbytes)
-                # The least: threads of other libraries allocate in between.
-                return min(peaks)
-            finally:
-                tracemalloc.stop()
+        return extra_memory(lambda *x: (attend(*x, chunk_size=64),), arrays)
 
     short, long = (1050, 2100) if attend.feature_map is None else (1000, 4000)
     assert extra(long) < 1.2 * extra(short) + 20_000
@@ -114,20 +122,8 @@ def test_memory_of_each_row(name):
     call, allowed = _of_rows()[name]
 
     def extra(length):
-        arrays = np.random.default_rng(0).standard_normal((4, length, 16), dtype=np.float32)
-        with linattn.config(num_threads=1):
-            peaks = []
-            tracemalloc.start()
-            try:
-                for _ in range(2):
-                    tracemalloc.reset_peak()
-                    before = tracemalloc.get_traced_memory()[0]
-                    found = call(*arrays)
-                    used = tracemalloc.get_traced_memory()[1] - before
-                    peaks.append(used - sum(x.nbytes for x in found))
-                    del found
-                return min(peaks)
-            finally:
-                tracemalloc.stop()
+        return extra_memory(
+            call, np.random.default_rng(0).standard_normal((4, length, 16), dtype=np.float32)
+        )
 
     assert (extra(16000) - extra(8000)) / 8000 <= 1.1 * allowed

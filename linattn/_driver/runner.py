@@ -135,7 +135,7 @@ def _two_sided(run: Run, state: State) -> Iterator[State]:
     length, xp = problem.query.shape[-2], problem.xp
     later = OutputRows(problem, problem.value.shape[-1] + 2, problem.dtype, run.functions)
     after = _nothing_yet(problem)
-    for step in ahead.steps(np.arange(length), run.block_size, keys=slice(min(length, 1), length)):
+    for step in _steps_ahead(length, run.block_size):
         part, after = ahead.take(step, after)
         if part is not None:
             log = xp.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
@@ -150,6 +150,14 @@ def _two_sided(run: Run, state: State) -> Iterator[State]:
     before = run._replace(problem=problem, write=write, write_read=None, store=None)
     rows = block_slices(length, run.block_size)
     yield from take_steps(before, (Step(part, part) for part in rows), state)
+
+
+def _steps_ahead(length: int, block_size: int) -> Iterator[Step]:
+    """Let each query read the keys after it, from the last on, which reads none."""
+    yield Step(slice(length, length), slice(max(length - 1, 0), length))
+    for part in block_slices(length - 1, block_size):
+        first, stop = length - part.stop, length - part.start
+        yield Step(slice(first, stop), slice(first - 1, stop - 1))
 
 
 def _softmax(run: Run) -> Iterator[None]:
