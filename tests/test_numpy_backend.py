@@ -133,7 +133,11 @@ def test_blocks_in_range_take_no_shift(calls):
     assert calls == {"unshifted": 3, "stabilized": 0, "generic": 0}
 
 
-SEGMENTED = MAPS | {"cosformer": CosformerFeatures(D, max_length=300), "means": SoftmaxFeatures(D)}
+SEGMENTED = MAPS | {
+    "cosformer": CosformerFeatures(D, max_length=300),
+    "means": SoftmaxFeatures(D),
+    "decay": MAPS["positive"],
+}
 
 
 @pytest.mark.parametrize("name", SEGMENTED)
@@ -158,6 +162,9 @@ def test_segments_side_by_side_equal_the_whole(name, is_causal, with_state, monk
         return_log_normalizer=name != "cosformer",
         chunk_size=7,
     )
+    if name == "decay" and is_causal:
+        # No segment fades as another one does.
+        options["log_decay"] = -np.random.default_rng(2).random(250) / 10
     want = linattn.linear_attention(query, key, value, phi, **options)
     monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
     monkeypatch.setattr(planning, "head_parts", lambda lead, heads: [()])

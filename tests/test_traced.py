@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import linattn
+from linattn._driver import traced as traced_loops
+from linattn._driver.problem import linear_problem
 from linattn.feature_maps import (
     CosformerFeatures,
     EluFeatures,
@@ -146,6 +148,16 @@ def test_windows_stops_and_packed_sequences_are_numpys(jax, options):
     phi, options = MAPS["positive"], LOOPS[options]
     want = linattn.linear_attention(*HOST, phi, **options)
     agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
+
+
+def test_decay_over_any_number_of_last_tokens():
+    """As a window of one token needs it: from the second token on, and from the first."""
+    problem = linear_problem(*HOST, MAPS["positive"], is_causal=True, log_decay=DECAY)
+    gap = np.arange(LENGTH) % 7
+    gap[:3] += [0, 1, 0]
+    want = [DECAY[:, i + 1 - n : i + 1].sum(axis=-1) for i, n in enumerate(gap)]
+    got = traced_loops._elapsed(problem, gap)[..., 0]
+    np.testing.assert_allclose(got, np.stack(want, axis=-1), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", ["cosformer", "rotated"])
