@@ -15,7 +15,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 import linattn
 from linattn._driver import softmax
 from linattn.reference import softmax_attention
+from tests.option_draws import Case
 from tests.pairs import offsets
+from tests.test_fuzz_options import check_gradient
 
 
 def in_window(length, size):
@@ -160,6 +162,14 @@ def test_blocks_of_far_keys_have_the_bias_of_their_side(is_causal, monkeypatch):
     weights = np.exp(np.where(is_causal & (offsets(300) > 0), -np.inf, logits))
     out = linattn.softmax_attention(query, key, value, is_causal=is_causal, window_bias=bias)
     assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [(1, 0), (1, 3)])
+def test_gradients_where_one_row_of_a_block_sees_the_keys_before_it(window):
+    """The first query of a block is the last that sees some keys."""
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 130, 4))
+    case = Case(0, "softmax", query, key, value, None, {"local_window_size": window})
+    assert check_gradient(case) == "compared"
 
 
 def test_memory_does_not_grow_with_length_or_window():
