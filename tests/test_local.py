@@ -17,7 +17,7 @@ from linattn._driver import softmax
 from linattn.reference import softmax_attention
 from tests.option_draws import Case
 from tests.pairs import offsets
-from tests.test_fuzz_options import check_gradient
+from tests.test_fuzz_options import check_forward, check_gradient
 
 
 def in_window(length, size):
@@ -162,6 +162,14 @@ def test_blocks_of_far_keys_have_the_bias_of_their_side(is_causal, monkeypatch):
     weights = np.exp(np.where(is_causal & (offsets(300) > 0), -np.inf, logits))
     out = linattn.softmax_attention(query, key, value, is_causal=is_causal, window_bias=bias)
     assert_allclose(out, weights @ value / weights.sum(axis=-1, keepdims=True), rtol=0, atol=1e-13)
+
+
+def test_biases_of_queries_at_the_last_positions():
+    query, key, value = np.random.default_rng(0).standard_normal((3, 2, 300, 4))
+    options = {"local_window_size": 5, "is_causal": "lower_right", "window_bias": np.arange(9) / 3}
+    assert (
+        check_forward(Case(0, "softmax", query[:, :200], key, value, None, options)) == "compared"
+    )
 
 
 @pytest.mark.parametrize("window", [(1, 0), (1, 3)])

@@ -61,6 +61,19 @@ def test_against_the_dense_formula(name, is_causal, dtype):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
+def test_log_normalizers_are_those_of_each_sequence(is_causal):
+    arrays, borders = inputs(18), [0, 5, 8, 16, 18]
+    options = {"is_causal": is_causal, "return_log_normalizer": True}
+    with linattn.explain() as report:
+        found = attend(arrays, "positive", borders, **options)[1]
+    assert report.ran("sequences_block") == {"linattn_numpy"}
+    for i, j in itertools.pairwise(borders):
+        alone = [x[..., i:j, :] for x in arrays]
+        want = linattn.linear_attention(*alone, MAPS["positive"], **options)[1]
+        assert_allclose(found[..., i:j], want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("what", ["far", "jump", "nan", "faint", "low"])
 def test_what_is_declined_is_done_otherwise(what, is_causal, monkeypatch):
     answers = []
