@@ -16,10 +16,13 @@ from linattn.feature_maps import (
     EluFeatures,
     LandmarkFeatures,
     ReluFeatures,
+    SoftmaxFeatures,
 )
 from tests import pairs
 from tests.attentions import full_and_causal
+from tests.option_draws import Case
 from tests.pairs import BOUNDS, DIM, LENGTH, tokens
+from tests.test_fuzz_options import check_gradient
 
 _RNG = np.random.default_rng(3)
 MAPS = {
@@ -202,3 +205,12 @@ def test_whole_functions_are_not_given_what_they_may_not_know(monkeypatch):
     token = query[:, 0], key[:, 0], value[:, 0]
     linattn.decode_step(*token, state, phi, key_bias=1.0)
     linattn.Decoder(phi, state).step(*token, key_bias=1.0)
+
+
+def test_gradients_of_causal_means():
+    """A bias is in the normalizer of every feature."""
+    rng = np.random.default_rng(0)
+    query, key, value = rng.standard_normal((3, 2, 20, 4))
+    options = {"is_causal": True, "key_bias": rng.standard_normal((2, 20))}
+    case = Case(0, "linear", query, key, value, SoftmaxFeatures(), options)
+    assert check_gradient(case) == "compared"

@@ -487,3 +487,18 @@ def test_a_step_cut_in_two_beside_a_whole_one(head, num_threads):
         _, pullback = linattn.linear_attention_vjp(query[i], key, value[i], phi, is_causal=True)
         alone = alone + pullback(cotangent[i])[1]
     np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-6 * abs(alone).max())
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_heads_in_tasks_of_their_own_share_keys(lead, monkeypatch):
+    """Keys without an axis that tasks are cut along: their gradients are added."""
+    monkeypatch.setattr(tuning, "MIN_PARALLEL_FLOPS", 0)
+    rng = np.random.default_rng(0)
+    query, value, grad = rng.standard_normal((3, 4, 2, 50, 4))
+    key, phi = rng.standard_normal((*lead, 50, 4)), PositiveFeatures(4, 8, rng=0)
+    whole = np.array(np.broadcast_to(key, query.shape))
+    with linattn.config(num_threads=4):
+        found = linattn.linear_attention_vjp(query, key, value, phi)[1](grad)[1]
+    each = linattn.linear_attention_vjp(query, whole, value, phi)[1](grad)[1]
+    want = each.sum(axis=tuple(range(2 - len(lead))))
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-12)

@@ -60,6 +60,14 @@ def test_against_the_dense_formula(name, is_causal, dtype):
     assert_allclose(out, want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
 
 
+def test_sequences_that_begin_in_one_sub_block_after_a_long_one():
+    borders = np.cumsum([0, 200, 3, 3, 200, 5, 2, 1, 137])
+    arrays = inputs(borders[-1], scale=0.5)
+    out = attend(arrays, "positive", borders, is_causal=True)
+    want = dense(arrays, "positive", borders, is_causal=True)
+    assert_allclose(out, want, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_log_normalizers_are_those_of_each_sequence(is_causal):
     arrays, borders = inputs(18), [0, 5, 8, 16, 18]
