@@ -118,11 +118,11 @@ def test_through_decay(shape, rows):
 
 
 @pytest.mark.parametrize("rows", [(9, 0, 20, 11), (1,) * 40], ids=["one group", "groups"])
-@pytest.mark.parametrize("names", [(), ("log_decay",), ("key_bias",), ("log_decay", "key_bias")])
-def test_heads_that_only_the_state_has(rows, names):
+@pytest.mark.parametrize("weights", [(), ("log_decay",), ("key_bias",), ("log_decay", "key_bias")])
+def test_heads_that_only_the_state_has(rows, weights):
     given = {"log_decay": -abs(numbers(40, 1)), "key_bias": numbers(40, 2)}
     state = attend(*tokens(20, seed=1, heads=3), MAPS["positive"], return_state=True)[1]
-    options = {name: given[name] for name in names} | {"initial_state": state}
+    options = {name: given[name] for name in weights} | {"initial_state": state}
     arrays = tuple(array[0] for array in tokens(40, heads=3))
     compare(arrays, rows, MAPS["positive"], options, heads=(), tol=1e-5, is_causal=True)
 

@@ -31,8 +31,10 @@ class _Lazy:
     """CuPy, imported when it is first used: this package is imported where there is none too."""
 
     def __getattr__(self, name: str) -> Any:
-        import cupy
-
+        try:
+            import cupy
+        except ModuleNotFoundError as error:
+            raise AttributeError(f"{error}, which has {name}") from error
         return getattr(cupy, name)
 
 

@@ -97,9 +97,10 @@ def states_after(layout: Layout, states: Array, last: Array) -> tuple[Array, Arr
         lead = layout.state_lead
         return layout.blockwise(scan_states, axes, lead, parts, from_the_end=True)
 
-    # The initial state may have leading axes that queries and keys lack.
     chunks = (*layout.state_lead, *last.chunks[-3:])
-    last = da.broadcast_to(last, tuple(map(sum, chunks)), chunks)
+    if last.shape != tuple(map(sum, chunks)):
+        # Heads that only the initial state has. Dask's expressions have no `broadcast_to`.
+        last = last + da.zeros(tuple(map(sum, chunks)), chunks=chunks, dtype=last.dtype)
     return grouped_scan(partial(merge, layout), scan, states, last, from_the_end=True)
 
 

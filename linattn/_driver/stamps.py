@@ -135,8 +135,13 @@ def axes_behind_first(count: int) -> tuple[Any, ...]:
 
 def _total_decay(problem: Problem) -> Array:
     """Log decay of all tokens; of packed sequences each, along a first axis."""
-    borders = problem.sees.cu_seqlens
+    decay, borders = problem.weights.log_decay, problem.sees.cu_seqlens
+    assert decay is not None
     ends = [0, problem.key.shape[-2]] if borders is None else borders.tolist()
     sequences = [slice(*pair) for pair in pairwise(ends)]
-    totals = [total_decay(problem, rows) for rows in sequences]
+    if decay.shape[-2] == 1:
+        # Dask's expressions have no `broadcast_to`.
+        totals = [decay[..., 0, 0] * (rows.stop - rows.start) for rows in sequences]
+    else:
+        totals = [total_decay(problem, rows) for rows in sequences]
     return totals[0] if borders is None else problem.xp.stack(totals, axis=0)
