@@ -419,6 +419,20 @@ def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name):
         np.testing.assert_array_equal(np.isnan(compiled(*given)), hidden)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_under_a_far_bias_of_minus_infinity_stays(jax, is_causal):
+    stops = np.minimum(12 * (np.arange(LENGTH) // 12 + 1), LENGTH)
+    options: dict[str, Any] = {"is_causal": True} if is_causal else {"key_stop": stops}
+    options |= {"exact_window": 2, "window_bias": np.zeros(5), "far_bias": (-np.inf, -np.inf)}
+    for which in (1, 2):
+        given = HOST.copy()
+        given[which, :, 45] = np.nan
+        want = linattn.linear_attention(*given, MAPS["positive"], **options)
+        assert 0 < np.isnan(want[0, :, 0]).sum() < 8
+        got = traced(jax, linattn.linear_attention, given, options, MAPS["positive"])
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+
+
 @pytest.mark.parametrize("name", ["positive", "elu", "exact"])
 def test_no_hidden_nan_reaches_a_gradient(jax, name):
     """A product with a weight of 0 would make NaN of it."""

@@ -25,7 +25,7 @@ from linattn._driver.blocks import (
     values_and_one_block,
 )
 from linattn._driver.causal_blocks import staged_block
-from linattn._driver.lines import Line, flip
+from linattn._driver.lines import Line, flip, weighed_rows
 from linattn._driver.pairs import band, biased_queries, keys_and_values, no_keys_seen
 from linattn._driver.runner import initial_state, update
 from linattn._driver.sinks import without_sinks
@@ -260,13 +260,13 @@ def _read_in_runs(whole: Partial, runs: list[Run], places: list[Integers], lengt
 
 def _with_weight(part: Partial, problem: Problem, side: SideRuns) -> Partial:
     """Add the weight of far keys of a side, and the decay from them to the query."""
-    bias, decay, log = problem.weights.relative_bias, problem.weights.log_decay, part.log
+    bias, decay = problem.weights.relative_bias, problem.weights.log_decay
     if bias is not None:
-        log = log + bias.table[..., side.end, None, None]
+        part = weighed_rows(part, bias.table[..., side.end, None, None])
     gap = None if decay is None else np.concatenate(side.gaps)
-    if gap is not None and gap.any():
-        log = log + problem.xp.astype(_elapsed(problem, gap), problem.dtype)
-    return Partial(part.num_den, log)
+    if gap is None or not gap.any():
+        return part
+    return part._replace(log=part.log + problem.xp.astype(_elapsed(problem, gap), problem.dtype))
 
 
 def _clock(problem: Problem) -> tuple[Array, Array]:
