@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ from linattn._generic.column_means import read_means, scan_column_normalized, sc
 from linattn._generic.decay import fade, faded_rows, near_one
 from linattn._generic.features import evaluate, query_features, row_features
 from linattn._generic.hierarchical import scan_hierarchical
+from linattn._generic.loops import ACCEPTED
 from linattn._generic.separate import scan_separate
 from linattn._generic.states import absorb, read
 from linattn._numerics import LEAST, LIFT
@@ -181,43 +183,32 @@ def causal_block(
 
 
 def staged_block(
-    problem: Problem,
-    query: Tokens,
-    key: Tokens,
-    values_and_one: Array,
-    state: State,
-    is_exact: bool,
-) -> tuple[Partial, State, Array]:
-    """Scan a block that JAX traces: its rows, the state after it, and whether rows are accepted.
+    problem: Problem, query: Tokens, key: Tokens, values_and_one: Array, state: State
+) -> tuple[Partial, State]:
+    """Scan a block that JAX traces: its rows, and the state after it.
 
-    On one scale, or token by token if it is to be exact: no row's scale then depends on a later
-    key.
+    On one scale, or token by token if a row is then rejected: no row's scale then depends on a
+    later key. Both are compiled, and one is run; under ``jax.vmap`` both are.
     """
     query_spec, key_spec = problem.query_spec, problem.key_spec
     if isinstance(query_spec, SeparateDenominator):
-        found: list[Array] = []
 
         def scan(*block: Any) -> tuple[Partial, State]:
             weight = None if key.log_weight is None else key.log_weight[..., None, :, :]
-            of_block: Any = *block, None, is_exact, weight
-            part, after, accepted = _scan_staged(*of_block)
-            found.append(accepted)
-            return part, after
+            of_block: Any = *block, None, weight
+            return _scan_staged(*of_block)
 
         tokens = query, key, values_and_one, state
-        part, after = scan_separate(query_spec, key_spec, *tokens, scan)
-        return part, after, found[0]
-    queries: Features
+        return scan_separate(query_spec, key_spec, *tokens, scan)
     if is_column_normalized(problem):
         queries, keys = evaluate(query_spec, query), evaluate(key_spec, key)
-        if is_exact:
-            return _token_by_token(queries, keys, values_and_one, state, None, read_means)
-        return scan_on_one_scale(queries.log, keys.log, values_and_one, state)
+        block = queries, keys, values_and_one, state
+        fast = scan_on_one_scale(queries.log, keys.log, values_and_one, state)
+        return _one_of(*fast, lambda: _token_by_token(*block, None, read_means))
     queries, log_row = query_features(query_spec, query)
-    keys = row_features(key_spec, key)
-    block = queries, keys, values_and_one, state, key.log_decay
-    part, *rest = _scan_staged(*block, is_exact, key.log_weight)
-    return part._replace(log=part.log + log_row), *rest
+    block = queries, row_features(key_spec, key), values_and_one, state
+    part, after = _scan_staged(*block, key.log_decay, key.log_weight)
+    return part._replace(log=part.log + log_row), after
 
 
 def _scan_staged(
@@ -226,13 +217,10 @@ def _scan_staged(
     values_and_one: Array,
     state: State,
     log_decay: Array,
-    is_exact: bool,
     log_weight: Array,
-) -> tuple[Partial, State, Array]:
+) -> tuple[Partial, State]:
     """Scan a block that has been evaluated."""
-    block: Any = queries, keys, values_and_one, state, log_decay
-    if is_exact:
-        return _token_by_token(*block)
+    block = queries, keys, values_and_one, state, log_decay
     part, after = scan_features(*block)
     jax, m = sys.modules["jax"], state.kvz.shape[-2]
     part_, values, before = jax.lax.stop_gradient((part, values_and_one, state))
@@ -241,7 +229,26 @@ def _scan_staged(
     def look() -> Array:
         return jax.numpy.all(_accepted(part_, log_weight, values, before, m))
 
-    return part, after, jax.lax.cond(is_fine, lambda: is_fine, look)
+    accepted = jax.lax.cond(is_fine, lambda: is_fine, look)
+    return _one_of(part, after, accepted, lambda: _token_by_token(*block))
+
+
+def _one_of(
+    part: Partial, after: State, accepted: Array, exact: Callable[[], tuple[Partial, State]]
+) -> tuple[Partial, State]:
+    """Return these rows and this state if the rows are accepted, or else what a function finds."""
+    jax = sys.modules["jax"]
+    accepted = import_module("jax.ad_checkpoint").checkpoint_name(accepted, ACCEPTED)
+
+    def arrays(part: Partial, after: State) -> tuple[Array, ...]:
+        log = jax.numpy.broadcast_to(part.log, (*part.num_den.shape[:-1], 1))
+        return part.num_den, log, *after[:2]
+
+    found = jax.lax.cond(
+        accepted, lambda: arrays(part, after), jax.checkpoint(lambda: arrays(*exact()))
+    )
+    num_den, log, kvz, log_scale = found
+    return Partial(num_den, log), State(kvz, log_scale, after.length)
 
 
 def _token_by_token(
@@ -251,7 +258,7 @@ def _token_by_token(
     state: State,
     log_decay: Array | None,
     read: Callable[[Features, State], Partial] = read,
-) -> tuple[Partial, State, Array]:
+) -> tuple[Partial, State]:
     """Read the state after each token."""
     jax = sys.modules["jax"]
 
@@ -269,9 +276,8 @@ def _token_by_token(
     tokens = queries, keys, log_decay, values_and_one
     moved = jax.tree.map(lambda a: jax.numpy.moveaxis(a[..., None, :], -3, 0), tokens)
     sums, rows = jax.lax.scan(step, tuple(state[:2]), moved)
-    length = state.length + values_and_one.shape[-2]
     part = Partial(*(jax.numpy.moveaxis(x, 0, -2) for x in rows))
-    return part, State(sums[0], sums[1], length), jax.numpy.asarray(True)
+    return part, State(sums[0], sums[1], state.length + values_and_one.shape[-2])
 
 
 def _scanned(

@@ -320,30 +320,17 @@ def _with_axes(state: State | None, lead: tuple[int, ...]) -> State | None:
     return _state((kvz, log), state.length)
 
 
-def _causal(
-    problem: Problem, sums: Any, before: Any, layout: Layout | None = None
-) -> tuple[Any, Any]:
-    """Scan causal blocks on one scale each, or, if a row is rejected, all of them token by token.
+def _causal(problem: Problem, sums: Any, before: Any, layout: Layout | None = None) -> Any:
+    """Scan causal blocks."""
 
-    Both are compiled, and one is run after the other; under ``jax.vmap`` both are.
-    """
-    jax = sys.modules["jax"]
+    def step(sums: Any, start: Any, chunk: Any) -> Any:
+        part, rows = _part(problem, chunk), _all(chunk)
+        place, state = before + start, _state(sums, before + start)
+        tokens = token_block(part, "query", rows, place), key_block(part, rows, place)
+        found, after = staged_block(part, *tokens, values_and_one_block(part, rows), state)
+        return tuple(after[:2]), _pair(found)
 
-    def scanned(is_exact: bool) -> Any:
-        def step(sums: Any, start: Any, chunk: Any) -> Any:
-            part, rows = _part(problem, chunk), _all(chunk)
-            place, state = before + start, _state(sums, before + start)
-            tokens = token_block(part, "query", rows, place), key_block(part, rows, place)
-            block = *tokens, values_and_one_block(part, rows), state
-            found, after, accepted = staged_block(part, *block, is_exact)
-            return tuple(after[:2]), (*_pair(found), accepted)
-
-        (*rows, accepted), after = _scan(problem, sums, step, layout)
-        return (tuple(rows), after), jax.numpy.all(accepted)
-
-    fast, accepted = scanned(False)
-    exact = jax.checkpoint(lambda: scanned(True)[0])
-    return jax.lax.cond(accepted, lambda: fast, exact)  # type: ignore[no-any-return]
+    return _scan(problem, sums, step, layout)
 
 
 def _add(problem: Problem, functions: BlockFunctions, before: Any) -> Any:

@@ -21,6 +21,10 @@ MIN_CHUNK, MAX_PADDED = 16, 1.25
 other times as many as there are."""
 
 
+ACCEPTED = "accepted"
+"""Name of what a step decides by its rows: kept for the gradient, not found again."""
+
+
 class Run(NamedTuple):
     """Numbers of keys and of queries in one order, and how many keys each query reads."""
 
@@ -113,7 +117,8 @@ def scan(
     jax = sys.modules["jax"]
     size = size if layout is None else layout.size
     chunks = jax.tree.map(lambda x: cut(x, size), tokens)
-    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk))
+    kept = jax.checkpoint_policies.save_only_these_names(ACCEPTED)
+    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk), policy=kept)
     if layout is None:
         starts = size * np.arange(jax.tree.leaves(chunks)[0].shape[0])
         sums, rows = jax.lax.scan(again, first, (starts, chunks))
