@@ -402,6 +402,23 @@ def test_a_row_that_later_keys_hide_is_exact(jax, dtype):
         np.testing.assert_allclose(found, wanted, atol=1e-9 * np.abs(wanted).max())
 
 
+def test_a_small_denominator_has_a_gradient(jax):
+    """Rows so small are accepted: of their square nothing is left."""
+    query, key, value = HOST[..., :140, :]
+    key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    key[:, :100] *= 14
+
+    def loss(*x):
+        return linattn.linear_attention(*x, MAPS["positive"], is_causal=True).sum()
+
+    given = [x.astype("float32") for x in (query, key, value)]
+    output, pullback = linattn.linear_attention_vjp(
+        query, key, value, MAPS["positive"], is_causal=True
+    )
+    want = pullback(np.ones_like(output))
+    agree(jax.jit(jax.grad(loss, (0, 1, 2)))(*given), want, 1e-4)
+
+
 @pytest.mark.parametrize("name", ["positive", "elu", "exact", "window"])
 def test_no_hidden_nan_reaches_a_row_and_every_other_does(jax, name):
     options: dict[str, Any] = {"is_causal": True}

@@ -12,7 +12,7 @@ from linattn._arrays import dtype_bits, namespace
 from linattn._generic.features import query_features, row_features
 from linattn._numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
-from linattn.typing._shifts import largest
+from linattn.typing._shifts import constant, largest
 
 
 def empty_state(lead: tuple[int, ...], m: int, e: int, like: Array) -> State:
@@ -167,7 +167,12 @@ def divide(part: Partial, out: Array | None = None) -> Array:
     infinite = xp.abs(denominator) == xp.inf
     # inf - inf: a constant NaN would alarm JAX's debug_nans in every call.
     divisor = xp.where(infinite, denominator - denominator, denominator)
-    output = numerator / xp.where(empty, xp.ones_like(divisor), divisor)
+    divisor = xp.where(empty, xp.ones_like(divisor), divisor)
+    if array_api_compat.is_jax_array(divisor):
+        # JAX's gradient has the square of a divisor, which may be out of range.
+        size = constant(divisor)
+        numerator, divisor = numerator / size, divisor / size
+    output = numerator / divisor
     return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
 
 
