@@ -417,6 +417,13 @@ def test_a_small_denominator_has_a_gradient(jax):
     )
     want = pullback(np.ones_like(output))
     agree(jax.jit(jax.grad(loss, (0, 1, 2)))(*given), want, 1e-4)
+    torch, found = pytest.importorskip("torch"), []
+    for dtype in ("float32", "float64"):
+        leaves = [torch.tensor(x.astype(dtype), requires_grad=True) for x in (query, key, value)]
+        output = linattn.linear_attention(*leaves, MAPS["positive"], is_causal=True)
+        once = torch.autograd.grad((output**2).sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.sin().sum() for x in once), leaves))
+    agree(*found, 1e-2)
 
 
 @pytest.mark.parametrize("name", ["positive", "elu", "exact", "window"])

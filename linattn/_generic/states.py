@@ -168,9 +168,9 @@ def divide(part: Partial, out: Array | None = None) -> Array:
     # inf - inf: a constant NaN would alarm JAX's debug_nans in every call.
     divisor = xp.where(infinite, denominator - denominator, denominator)
     divisor = xp.where(empty, xp.ones_like(divisor), divisor)
-    if array_api_compat.is_jax_array(divisor):
-        # JAX's gradient has the square of a divisor, which may be out of range.
-        size = constant(divisor)
+    size = constant(divisor)
+    if size is not divisor:
+        # Autograd squares a divisor, JAX's at once and torch's the second time: it may underflow.
         numerator, divisor = numerator / size, divisor / size
     output = numerator / divisor
     return xp.where(empty & xp.isfinite(numerator), xp.zeros_like(output), output)
