@@ -117,8 +117,8 @@ def scan(
     jax = sys.modules["jax"]
     size = size if layout is None else layout.size
     chunks = jax.tree.map(lambda x: cut(x, size), tokens)
-    kept = jax.checkpoint_policies.save_only_these_names(ACCEPTED)
-    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk), policy=kept)
+    policy = jax.checkpoint_policies.save_only_these_names(ACCEPTED)
+    again = jax.checkpoint(lambda sums, chunk: step(sums, *chunk), policy=policy)
     if layout is None:
         starts = size * np.arange(jax.tree.leaves(chunks)[0].shape[0])
         sums, rows = jax.lax.scan(again, first, (starts, chunks))
