@@ -123,7 +123,7 @@ def mutants() -> Iterator[tuple[str, str, str, str]]:
 
 
 def noticed(folder: Path, name: str, text: str, case: str) -> str:
-    """Return what the check says of a copy with this text, "" if it passes."""
+    """Return how the check fails on a copy with this text, "" if it passes."""
     shutil.rmtree(folder / "backends", ignore_errors=True)
     shutil.copytree(ROOT / "backends", folder / "backends")
     (folder / KERNELS / name).write_text(text)
@@ -137,7 +137,9 @@ def noticed(folder: Path, name: str, text: str, case: str) -> str:
         text=True,
     )
     *_, last = ["", *done.stdout.splitlines()]
-    return "" if last.startswith("ok ") else last if last.startswith("FAIL") else done.stderr[-160:]
+    if not last.startswith(("ok ", "FAIL")):
+        raise SystemExit(f"{case} did not end: {done.stderr[-600:]}")
+    return last if last.startswith("FAIL") else ""
 
 
 def main() -> int:

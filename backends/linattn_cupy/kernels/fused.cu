@@ -43,18 +43,12 @@ struct Shared : Tiles {
 __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     unsigned char* p = shared_memory();
     Shared s;
-    s.projection = reinterpret_cast<u16*>(p);
-    p += PROJECTION_BYTES;
-    s.keys = reinterpret_cast<u16*>(p);
-    p += has_keys ? 2 * KEY_BYTES : 0;
-    s.values = reinterpret_cast<u16*>(p);
-    p += has_keys ? 2 * VALUE_BYTES : 0;
-    s.queries = reinterpret_cast<u16*>(p);
-    p += has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0;
-    s.phi = reinterpret_cast<u16*>(p);
-    p += has_keys && has_queries ? M * TS * 2 : 0;
-    s.state = reinterpret_cast<u16*>(p);
-    p += has_queries ? M * ES * 2 : 0;
+    s.projection = take(p, PROJECTION_BYTES);
+    s.keys = take(p, has_keys ? 2 * KEY_BYTES : 0);
+    s.values = take(p, has_keys ? 2 * VALUE_BYTES : 0);
+    s.queries = take(p, has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0);
+    s.phi = take(p, has_keys && has_queries ? M * TS * 2 : 0);
+    s.state = take(p, has_queries ? M * ES * 2 : 0);
     place_numbers(s, p);
     return s;
 }

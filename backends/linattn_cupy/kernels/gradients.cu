@@ -44,20 +44,13 @@ struct Shared : Tiles {
 __device__ __forceinline__ Shared share(bool has_sources, bool has_targets) {
     unsigned char* p = shared_memory();
     Shared s;
-    s.projection = reinterpret_cast<u16*>(p);
-    p += PROJECTION_BYTES;
-    s.sources = reinterpret_cast<u16*>(p);
-    p += has_sources ? KEY_BYTES : 0;
-    s.source_vectors = reinterpret_cast<u16*>(p);
-    p += has_sources ? VALUE_BYTES : 0;
-    s.targets = reinterpret_cast<u16*>(p);
-    p += has_targets ? KEY_BYTES : 0;
-    s.target_vectors = reinterpret_cast<u16*>(p);
-    p += has_targets ? VALUE_BYTES : 0;
-    s.phi = reinterpret_cast<u16*>(p);
-    p += has_sources && has_targets ? M * TS * 2 : 0;
-    s.state = reinterpret_cast<u16*>(p);
-    p += has_targets ? M * ES * 2 : 0;
+    s.projection = take(p, PROJECTION_BYTES);
+    s.sources = take(p, has_sources ? KEY_BYTES : 0);
+    s.source_vectors = take(p, has_sources ? VALUE_BYTES : 0);
+    s.targets = take(p, has_targets ? KEY_BYTES : 0);
+    s.target_vectors = take(p, has_targets ? VALUE_BYTES : 0);
+    s.phi = take(p, has_sources && has_targets ? M * TS * 2 : 0);
+    s.state = take(p, has_targets ? M * ES * 2 : 0);
     s.source_scalars = place_numbers(s, p);
     s.target_rows = s.source_scalars + T;
     s.target_scalars = s.target_rows + T;
@@ -103,6 +96,10 @@ __device__ __forceinline__ float row_term(const u16* x, int head_dim, float curv
 struct Gradient {
     u16* whole;
     float* partial;
+
+    __device__ __forceinline__ Gradient(u16* whole, float* partials, i64 partial_size, i64 head_start)
+        : whole(whole == nullptr ? whole : whole + head_start),
+          partial(partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start) {}
 };
 
 __device__ __forceinline__ void write_gradient(const Gradient& gradient, i64 place, float low, float high) {
@@ -423,9 +420,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     vectors += OFFSET(vector) + first_value;
     mask = mask == nullptr ? mask : mask + OFFSET(mask);
     scalars = scalars == nullptr ? scalars : scalars + head * length;
-    const i64 head_start = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
-                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
+    const Gradient gradient(whole, partials, partial_size, head * length * head_dim);
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     start_projection(s, projection + spec * M * D, col + spec * M);
     load_read_state(s, col + spec * M, kvz + state * (value_dim + 1), shifts + state, features, value_dim, first_value);
@@ -479,9 +474,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     query_rows += head * length;
     query_scalars += head * length;
     key_rows += head * length;
-    const i64 head_start = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
-                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
+    const Gradient gradient(whole, partials, partial_size, head * length * head_dim);
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     const i64 before = (head * segments + (KEYS ? segments - 1 - segment : segment)) * features;
     start_projection(s, projection + spec * M * D, col + spec * M);

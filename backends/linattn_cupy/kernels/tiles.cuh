@@ -32,6 +32,12 @@ struct Tiles {
     float* rows;      // (T): log weight of the tile's tokens
 };
 
+// Lay out an array of so many bytes.
+__device__ __forceinline__ u16* take(unsigned char*& p, int bytes) {
+    p += bytes;
+    return reinterpret_cast<u16*>(p - bytes);
+}
+
 // Lay out the float32 arrays from here on; returns the address after them.
 __device__ __forceinline__ float* place_numbers(Tiles& s, unsigned char* p) {
     s.col = reinterpret_cast<float*>(p);
