@@ -20,7 +20,7 @@ from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.typing import Cotangent, Declined
 from linattn_cupy import exact as exact_pairs
 from linattn_cupy import planning, products, whole
-from tests.fake_gpu.device import F32, Device, content, cupy, error
+from tests.fake_gpu.device import F32, Device, content, cupy, error, exact
 from tests.fake_gpu.log import recorded, uncomputed
 
 pytestmark = pytest.mark.fake_gpu
@@ -105,16 +105,6 @@ def inputs(*shape: int, seed: int = 0) -> list[Any]:
     return [rng.standard_normal(shape).astype(F32) for _ in range(3)]
 
 
-def wide(x):
-    return x.astype(float) if getattr(x, "dtype", None) == F32 else x
-
-
-def generic(function, *arrays, **settings):
-    settings = {name: wide(x) for name, x in settings.items()}
-    with linattn.without_backends():
-        return function(*map(wide, arrays), **settings)
-
-
 def test_more_heads_than_a_product_takes(gpu, monkeypatch):
     monkeypatch.setattr(products, "MAX_BATCH", 3)
     arrays = inputs(7, 20, 8)
@@ -122,7 +112,7 @@ def test_more_heads_than_a_product_takes(gpu, monkeypatch):
     for is_causal in (False, True):
         settings = {"is_causal": is_causal}
         found = Device.run(linattn.linear_attention, *arrays, phi, **settings)
-        assert error(found, generic(linattn.linear_attention, *arrays, phi, **settings)) < 1e-5
+        assert error(found, exact(linattn.linear_attention, *arrays, phi, **settings)) < 1e-5
 
 
 @pytest.mark.parametrize("workspace", [2**28, 2**15])
@@ -135,7 +125,7 @@ def test_softmax_agrees_with_float64(gpu, monkeypatch, is_causal, workspace):
     mask = np.random.default_rng(1).random((2, 1, key.shape[-2])) < 0.7
     mask[0, :, :40] = False
     settings = {"is_causal": is_causal, "key_mask": mask, "return_log_normalizer": True}
-    expected, log = generic(linattn.softmax_attention, query, key, value, **settings)
+    expected, log = exact(linattn.softmax_attention, query, key, value, **settings)
     hidden = ~np.broadcast_to(mask, key.shape[:-1])
     key[hidden], value[hidden] = np.nan, np.inf
     output, norm = Device.run(linattn.softmax_attention, query, key, value, **settings)
@@ -171,7 +161,7 @@ def test_windows_agree_with_float64(gpu, length):
     mask[0, : min(40, length - 1)] = False
     settings: dict[str, Any] = {"is_causal": True, "exact_window": 32, "key_mask": mask}
     settings |= {"return_state": True, "return_log_normalizer": True}
-    expected, after, log = generic(linattn.linear_attention, query, key, value, phi, **settings)
+    expected, after, log = exact(linattn.linear_attention, query, key, value, phi, **settings)
     hidden = ~mask
     key[hidden], value[hidden] = np.nan, np.inf
     output, state, norm = Device.run(
@@ -201,7 +191,7 @@ def test_decays_agree_with_float64(gpu, phi, strength):
         return call(query, key, value, phi, initial_state=state, **settings)
 
     output, state, norm = Device.run(twice, query, key, value, **settings)
-    expected, after, log = generic(twice, query, key, value, **settings)
+    expected, after, log = exact(twice, query, key, value, **settings)
     assert error(output, expected) < (1e-5 if strength < 1 else 2e-5)
     assert np.abs(norm - log).max() < 1e-4
     assert error(content(state), content(after)) < (1e-5 if strength < 1 else 2e-5)

@@ -28,15 +28,11 @@ import linattn
 from linattn import _arrays, diagnostics
 from linattn.feature_maps import (
     CalibratedFeatures,
-    CosformerFeatures,
     DenseExponentialFeatures,
     EluFeatures,
     GeneralizedExponentialFeatures,
-    HedgehogFeatures,
     LandmarkFeatures,
-    PolynomialFeatures,
     PositiveFeatures,
-    Reparametrized,
 )
 
 if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
@@ -47,7 +43,8 @@ import ml_dtypes
 
 import linattn_cupy
 from linattn.typing import State
-from tests.attentions import MAKERS, maps
+from tests.attentions import DIM as DIM_OF_MAPS
+from tests.every_map import EVERY
 from tests.fake_gpu.log import uncomputed
 
 pytestmark = pytest.mark.fake_gpu
@@ -356,27 +353,8 @@ def diagnostics_of_an_output(x):
     )
 
 
-WIDTH = 8
-rows = partial(np.random.default_rng(0).standard_normal)
-MAPS: dict[str, Any] = {
-    **maps(WIDTH, 32, *MAKERS),
-    "positive, heads": PositiveFeatures.from_projection(rows((3, 32, WIDTH))),
-    "positive, weights": PositiveFeatures.from_projection(
-        rows((32, WIDTH)), log_weights=np.linspace(-1, 1, 32)
-    ),
-    "generalized": GeneralizedExponentialFeatures(WIDTH, 32, A=-0.1, rng=0),
-    "dense": DenseExponentialFeatures(
-        WIDTH, 32, A=-0.1 * np.ones(WIDTH), transform=np.eye(WIDTH), rng=0
-    ),
-    "hedgehog": HedgehogFeatures(0.3 * rows((8, WIDTH))),
-    "cosformer": CosformerFeatures(WIDTH, max_length=2 * LENGTH),
-    "polynomial": PolynomialFeatures(WIDTH, 2),
-    "reparametrized": Reparametrized(PositiveFeatures(WIDTH, 32, rng=0), np.ones(WIDTH)),
-}
-
-
 def of_a_map(phi: Any, x: Inputs) -> Any:
-    query, key, value = (array[..., :WIDTH] for array in x.qkv)
+    query, key, value = (array[..., :DIM_OF_MAPS] for array in x.qkv)
     results = [linattn.linear_attention(query, key, value, phi, return_state=True)]
     results.append(linattn.read_state(query, results[0][1], phi))
     if getattr(phi, "causal", True):
@@ -397,7 +375,7 @@ GENERIC = ("linear_attention", "softmax", "decode", "without_", "stream", "recur
 CORE = [name for name in CALLS if name.startswith(GENERIC)]
 """Calls that are tried in all dtypes: what kernels do, and what generic code does on CuPy."""
 
-CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in MAPS.items()}
+CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in EVERY.items()}
 
 
 def tree(result: Any) -> Any:

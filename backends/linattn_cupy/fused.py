@@ -248,10 +248,14 @@ class Work(NamedTuple):
         spec = self.parameters
         return [spec.projection, spec.col, *unit_strides(heads, spec.lead)]
 
-    def sizes(self) -> list[Any]:
+    def dims(self) -> list[Any]:
         """head_dim, value_dim, features."""
         dims = (self.query.shape[-1], self.value.shape[-1], self.problem.num_features)
         return [np.int32(x) for x in dims]
+
+    def sizes(self, heads: Heads, segments: Segments) -> list[Any]:
+        """Return SIZES of the kernels."""
+        return [*heads.args, *segments.args, *self.dims(), self.curvature()]
 
     def curvature(self) -> Any:
         """Curvature of the map."""
@@ -372,10 +376,7 @@ def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
             *view(heads, work.value),
             *view(heads, work.mask),
             *work.spec_args(heads),
-            *heads.args,
-            *segments.args,
-            *work.sizes(),
-            work.curvature(),
+            *work.sizes(heads, segments),
             kvz,
             shifts,
         ]
@@ -463,10 +464,7 @@ def _full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | N
         *work.spec_args(heads),
         *state,
         *unit_strides(heads, problem.state_lead),
-        *heads.args,
-        *segments.args,
-        *work.sizes(),
-        work.curvature(),
+        *work.sizes(heads, segments),
         output,
         norms,
     ]
@@ -524,10 +522,7 @@ def _causal_rows(work: Work, before: SegmentStates) -> Forward:
         *work.spec_args(heads),
         *(before.kvz, before.shifts),
         *unit_strides(heads, problem.state_lead),
-        *heads.args,
-        *before.cut.segments.args,
-        *work.sizes(),
-        work.curvature(),
+        *work.sizes(heads, before.cut.segments),
         *(output, norms),
         *after,
         flags,

@@ -220,32 +220,39 @@ def telling_first() -> list[Case]:
 
 
 def drawn(seed: int) -> Case:
-    """Return a case of any shape that kernels take."""
+    """Return a case of any shape and with any options that kernels take together."""
     rng = np.random.default_rng(seed)
 
     def pick(*options: Any) -> Any:
         return options[rng.integers(len(options))]
 
-    kind = pick("plain", "gradient", "masked", "continued", "one_key_head", "moved_axes")
-    length = int(rng.integers(1, 200))
+    is_causal, length = pick(False, True), int(rng.integers(1, 200))
     case = Case(
         name=f"seed {seed}",
         feature_map=pick(*MAPS),
         dtype=pick("float16", "bfloat16", "float32"),
-        is_causal=pick(False, True),
+        operation=pick("attention", "attention", "attention", "gradient", "decode_step", "decoder"),
+        is_causal=is_causal,
         lead=pick((1,), (2,), (2, 1, 2)),
-        queries=length,
+        queries=length if is_causal else int(rng.integers(1, 200)),
         keys=length,
         dim=pick(8, 16, 24, 40, 48, 64, 96, 128),
         features=pick(2, 6, 16, 40, 64, 100, 130, 200, 256),
         value_dim=pick(8, 16, 40, 64, 72, 128, 200),
+        moved_axes=pick(False, False, True),
+        one_key_head=pick(False, False, True),
     )
-    if kind == "gradient":
+    if case.operation in STEPS:
+        return replace(case, queries=150, keys=150, is_causal=False, one_key_head=False)
+    per_head = case.feature_map == "favor" and not case.one_key_head and pick(False, True)
+    masked = pick(False, True)
+    case = replace(case, per_head=per_head, masked=masked, hard=pick("", "blind") if masked else "")
+    if case.operation == "gradient":
         # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
-        return replace(case, operation="gradient", dim=max(48, case.dim))
-    if kind == "continued":
-        return replace(case, continued=True, queries=length + 2, keys=length + 2)
-    return case if kind == "plain" else replace(case, **{kind: True})  # type: ignore[arg-type]
+        return replace(case, dim=max(48, case.dim))
+    longer = {"queries": case.queries + 2, "keys": length + 2}
+    case = replace(case, all_outputs=pick(False, True), **longer)
+    return replace(case, continued=pick(False, True))
 
 
 def small(case: Case) -> Case:

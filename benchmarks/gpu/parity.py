@@ -21,14 +21,7 @@ from benchmarks.gpu.cases import STEPS, Case
 from benchmarks.gpu.library import GENERIC, CupyLibrary, host_dtype
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
-__all__ = [
-    "call_of",
-    "check",
-    "feature_map_of",
-    "host_inputs",
-    "relative_error",
-    "row_error",
-]
+__all__ = ["call_of", "check", "feature_map_of", "host_inputs", "relative_error", "row_error"]
 
 POISONS = (0xFF, 0)
 """Bytes in free memory before each run: NaN in every dtype, then zeros."""
@@ -193,36 +186,39 @@ def _run(case: Case, phi: Any, inputs: Inputs) -> Results:
 def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
     query, key, value, gradient, mask = inputs
     options: dict[str, Any] = {"is_causal": case.is_causal}
-    if case.operation == "gradient":
-        output, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
-        names = ("grad_query", "grad_key", "grad_value")
-        return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if case.operation == "graph":
         attend = partial(linattn.linear_attention, feature_map=phi, **options)
         arrays = (query, key, value)
         other = tuple(array[..., ::-1, :] for array in arrays)
         return {"output": attend(*arrays), "replayed": _replayed(attend, [other, arrays])[1]}
-    if mask is not None:
-        options["key_mask"] = mask
-    if case.operation == "softmax":
-        return {"output": linattn.softmax_attention(query, key, value, **options)}
     options |= {"exact_window": WINDOW} if case.window else {}
     options |= {"log_decay": DECAY} if case.decayed else {}
+
+    def call(function: Callable[..., Any], rows: slice, keys: slice, *maps: Any) -> Any:
+        masked = {} if mask is None else {"key_mask": mask[..., keys]}
+        arrays = (query[..., rows, :], key[..., keys, :], value[..., keys, :])
+        return function(*arrays, *maps, **options, **masked)
+
+    rows = keys = slice(None)
+    if case.operation == "gradient":
+        output, pullback = call(linattn.linear_attention_vjp, rows, keys, phi)
+        names = ("grad_query", "grad_key", "grad_value")
+        return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
+    if case.operation == "softmax":
+        return {"output": call(linattn.softmax_attention, rows, keys)}
+    attend, results = linattn.linear_attention, Results()
+    if not (case.continued or case.all_outputs):
+        return {"output": call(attend, rows, keys, phi)}
+    options |= {"return_state": True}
     if case.continued:
-        half = case.keys // 2
-        rows = half if case.is_causal else case.queries
-        first = (query[..., :rows, :], key[..., :half, :], value[..., :half, :])
-        output, state = linattn.linear_attention(*first, phi, return_state=True, **options)
-        options |= {"initial_state": state, "return_state": True}
-        rest = query[..., half:, :] if case.is_causal else query
-        arrays = (rest, key[..., half:, :], value[..., half:, :])
-        second, state = linattn.linear_attention(*arrays, phi, **options)
-        return {"first": output, "output": second, "state": state}
-    if case.all_outputs:
-        options |= {"return_state": True, "return_log_normalizer": True}
-        output, state, norm = linattn.linear_attention(query, key, value, phi, **options)
-        return {"output": output, "state": state, "norm": norm}
-    return {"output": linattn.linear_attention(query, key, value, phi, **options)}
+        half = slice(case.keys // 2)
+        first = call(attend, half if case.is_causal else rows, half, phi)
+        results["first"], options["initial_state"] = first
+        keys = slice(half.stop, None)
+        rows = keys if case.is_causal else rows
+    options |= {"return_log_normalizer": case.all_outputs}
+    names = ("output", "state", "norm")[: 2 + case.all_outputs]
+    return results | dict(zip(names, call(attend, rows, keys, phi), strict=True))
 
 
 def _replayed(call: Callable[..., Any], arguments: list[Any]) -> list[Any]:
@@ -293,19 +289,18 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
         return {"steps": steps, "state": formulas.state(formula, key, value, kept)}
     if case.operation == "graph":
         return {"output": whole.output, "replayed": whole.output}
+    half = case.keys // 2
+    rows = slice(half if case.continued and case.is_causal else 0, None)
+    results = {"output": whole.output[..., rows, :]}
+    if case.all_outputs:
+        results["norm"] = whole.log_normalizer[..., rows]
     if case.continued:
-        half = case.keys // 2
         early = seen & (np.arange(case.keys) < half)
         first = formulas.attend(formula, query, key, value, early).output
-        rows = (..., slice(half), slice(None)), (..., slice(half, None), slice(None))
-        state = formulas.state(formula, key, value, kept)
-        if case.is_causal:
-            return {"first": first[rows[0]], "output": whole.output[rows[1]], "state": state}
-        return {"first": first, "output": whole.output, "state": state}
-    if case.all_outputs:
-        state = formulas.state(formula, key, value, kept)
-        return {"output": whole.output, "state": state, "norm": whole.log_normalizer}
-    return {"output": whole.output}
+        results["first"] = first[..., :half, :] if case.is_causal else first
+    if case.continued or case.all_outputs:
+        results["state"] = formulas.state(formula, key, value, kept)
+    return results
 
 
 def _fetch(library: CupyLibrary, results: Results) -> dict[str, Floats]:

@@ -192,8 +192,8 @@ KERNEL __launch_bounds__(THREADS, 4)
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
                int tiles, int m, int columns, const float* __restrict__ fades, i64 fades_head, int tile,
-               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
-               float* __restrict__ after_shifts) {
+               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before,
+               float* __restrict__ before_shifts, float* __restrict__ after, float* __restrict__ after_shifts) {
     constexpr int AT_ONCE = 4;
     const Elements part(m, columns, THREADS);
     if (static_cast<int>(threadIdx.x) >= part.count) {
@@ -247,8 +247,8 @@ KERNEL __launch_bounds__(THREADS)
 // `dens` and `norms` may be null.
 KERNEL __launch_bounds__(THREADS, 6)
     query_weights(float* __restrict__ u, const float* __restrict__ x, ROWS(x), const float* __restrict__ col,
-                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step,
-                  int n, int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
+                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step, int n,
+                  int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
                   float* __restrict__ norms, i64 norms_head) {
     const WarpRow place(n);
     const int lane = threadIdx.x % WARP, token = place.row;

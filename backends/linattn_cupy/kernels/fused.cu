@@ -364,10 +364,8 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 // (heads, segments, m).
 KERNEL __launch_bounds__(THREADS, 1)
     segment_states(const u16* __restrict__ keys, VIEW(key), const u16* __restrict__ values, VIEW(value),
-                   const unsigned char* __restrict__ mask, VIEW(mask), const u16* __restrict__ projection,
-                   const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2, i64 n1, i64 n2,
-                   i64 length, i64 segment_length, int segments, int head_dim, int value_dim,
-                   int features, float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
+                   const unsigned char* __restrict__ mask, VIEW(mask), SPEC, SIZES, float* __restrict__ kvz,
+                   float* __restrict__ shifts) {
     const Shared s = share(true, false);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
@@ -451,12 +449,9 @@ KERNEL scan_states(const float* __restrict__ kvz, const float* __restrict__ shif
 
 // Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
 KERNEL __launch_bounds__(THREADS, 2)
-    read_states(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ projection,
-                const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
-                const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,
-                i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int head_dim,
-                int value_dim, int features, float curvature, u16* __restrict__ output,
-                float* __restrict__ norms) {
+    read_states(const u16* __restrict__ queries, VIEW(query), SPEC, const float* __restrict__ kvz,
+                const float* __restrict__ shifts, i64 state_0, i64 state_1, i64 state_2, SIZES,
+                u16* __restrict__ output, float* __restrict__ norms) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E;
@@ -493,13 +488,10 @@ KERNEL __launch_bounds__(THREADS, 2)
 // `after`: the state of each state head after the last key.
 KERNEL __launch_bounds__(THREADS, 1)
     causal_rows(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
-                const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask),
-                const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0,
-                i64 state_1, i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments,
-                int head_dim, int value_dim, int features, float curvature, u16* __restrict__ output,
-                float* __restrict__ norms, float* __restrict__ after, float* __restrict__ after_shift,
-                int* __restrict__ flags) {
+                const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask), SPEC,
+                const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,
+                i64 state_2, SIZES, u16* __restrict__ output, float* __restrict__ norms, float* __restrict__ after,
+                float* __restrict__ after_shift, int* __restrict__ flags) {
     const Shared s = share(true, true);
     __shared__ int first_seen;  // of a tile: rows before it see no key
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;

@@ -366,11 +366,9 @@ KERNEL __launch_bounds__(THREADS)
 // (heads, needed, m, e + 1), shifts (heads, needed, m). Blocks: x = head * needed + place.
 KERNEL __launch_bounds__(THREADS, 1)
     segment_adjoints(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ grads, VIEW(grad),
-                     const float* __restrict__ rows, const float* __restrict__ scalars,
-                     const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                     i64 spec_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int needed,
-                     int head_dim, int value_dim, int features, float* __restrict__ kvz,
-                     float* __restrict__ shifts) {
+                     const float* __restrict__ rows, const float* __restrict__ scalars, SPEC, i64 n1, i64 n2,
+                     i64 length, i64 segment_length, int segments, int needed, int head_dim, int value_dim,
+                     int features, float* __restrict__ kvz, float* __restrict__ shifts) {
     const Shared s = share(true, false);
     const i64 head = blockIdx.x / needed, place = blockIdx.x % needed, segment = segments - 1 - place;
     const i64 spec = OFFSET(spec);
@@ -406,12 +404,9 @@ KERNEL __launch_bounds__(THREADS, 1)
 KERNEL __launch_bounds__(THREADS, 1)
     read_gradients(const u16* __restrict__ tokens, VIEW(token), const u16* __restrict__ vectors, VIEW(vector),
                    const unsigned char* __restrict__ mask, VIEW(mask), const float* __restrict__ rows,
-                   const float* __restrict__ scalars, const u16* __restrict__ projection,
-                   const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
-                   const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2, i64 length,
-                   i64 segment_length, int segments, int head_dim, int value_dim, int features, float curvature,
-                   u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
-                   u16* __restrict__ of_values, int* __restrict__ flag) {
+                   const float* __restrict__ scalars, SPEC, const float* __restrict__ kvz,
+                   const float* __restrict__ shifts, SIZES, u16* __restrict__ whole, float* __restrict__ partials,
+                   i64 partial_size, u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec), state = head * features;
@@ -456,12 +451,10 @@ KERNEL __launch_bounds__(THREADS, 1)
     causal_gradients(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
                      const u16* __restrict__ values, VIEW(value), const u16* __restrict__ grads, VIEW(grad),
                      const unsigned char* __restrict__ mask, VIEW(mask), const float* __restrict__ query_rows,
-                     const float* __restrict__ query_scalars, const float* __restrict__ key_rows,
-                     const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                     i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2,
-                     i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
-                     float curvature, u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
-                     u16* __restrict__ of_values, int* __restrict__ flag) {
+                     const float* __restrict__ query_scalars, const float* __restrict__ key_rows, SPEC,
+                     const float* __restrict__ kvz, const float* __restrict__ shifts, SIZES, u16* __restrict__ whole,
+                     float* __restrict__ partials, i64 partial_size, u16* __restrict__ of_values,
+                     int* __restrict__ flag) {
     const Shared s = share(true, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec);

@@ -232,9 +232,8 @@ KERNEL __launch_bounds__(THREADS, 2)
               i64 value_row, const unsigned char* __restrict__ mask, VIEW(mask), i64 mask_row,
               const float* __restrict__ weights, VIEW(weight), i64 weight_row, const float* __restrict__ projection,
               const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
-              i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns,
-              float curvature, float* workspace, float* workspace_shifts, Input* __restrict__ output,
-              float* __restrict__ norms) {
+              i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns, float curvature,
+              float* workspace, float* workspace_shifts, Input* __restrict__ output, float* __restrict__ norms) {
     if (!flags[blockIdx.x]) {
         return;
     }

@@ -437,3 +437,10 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 
 // Strides in elements, of three leading axes of sizes (.., n1, n2) and of the tokens.
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
+// The map; strides count whole projections.
+#define SPEC \
+    const u16 *__restrict__ projection, const float *__restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2
+// Axes of heads, how tokens are cut into segments, dims, and the curvature of the map.
+#define SIZES                                                                                                     \
+    i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features, \
+        float curvature
