@@ -28,6 +28,7 @@ import linattn
 from linattn import _arrays, diagnostics
 from linattn.feature_maps import (
     CalibratedFeatures,
+    CosformerFeatures,
     DenseExponentialFeatures,
     EluFeatures,
     GeneralizedExponentialFeatures,
@@ -59,7 +60,7 @@ DTYPES = {
 HALVES = ["float16", "bfloat16"]
 
 # Dims and features of test_cupy_backend.py: kernels of other sizes would be compiled besides.
-LEAD, LENGTH, DIM, VALUE_DIM = (1, 3), 70, 16, 24
+LEAD, LENGTH, DIM, VALUE_DIM = (1, 2), 70, 16, 24
 FAVOR = PositiveFeatures(DIM, num_features=40, rng=0)
 ELU = EluFeatures()
 
@@ -375,7 +376,8 @@ GENERIC = ("linear_attention", "softmax", "decode", "without_", "stream", "recur
 CORE = [name for name in CALLS if name.startswith(GENERIC)]
 """Calls that are tried in all dtypes: what kernels do, and what generic code does on CuPy."""
 
-CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in EVERY.items()}
+MAPS = EVERY | {"cosformer": CosformerFeatures(DIM_OF_MAPS, max_length=2 * LENGTH)}
+CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in MAPS.items()}
 
 
 def tree(result: Any) -> Any:

@@ -50,8 +50,10 @@ class Case:
         Whether a second call continues from the state of the first half of the keys.
     all_outputs : bool
         Whether the state and the log normalizer are asked for.
-    window, decayed : bool
-        Whether near keys are weighed exactly, and whether weights decay with the distance.
+    window : int
+        Tokens of a window of keys that are weighed exactly; 0 for none.
+    decay : float
+        Weights decay by exp of at most minus this from token to token; 0 for none.
     hard : str
         "jump": keys of vanishing weight, then usual ones, so that rows are computed again. "nan":
         NaN in one key, which no earlier row may see. "blind": the first keys are masked, so that
@@ -76,14 +78,14 @@ class Case:
     masked: bool = False
     continued: bool = False
     all_outputs: bool = False
-    window: bool = False
-    decayed: bool = False
+    window: int = 0
+    decay: float = 0.0
     hard: str = ""
 
     @property
     def bound(self) -> float:
-        """Largest error that passes; gradients round the forward pass too."""
-        return (2 if self.operation == "gradient" else 1) * BOUNDS[self.dtype]
+        """Largest error that passes; gradients and strong decays round twice."""
+        return (2 if self.operation == "gradient" or self.decay > 1 else 1) * BOUNDS[self.dtype]
 
     @property
     def row_bound(self) -> float:
@@ -150,9 +152,9 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
         for is_causal in (False, True):
             yield _case(feature_map, dtype, "graph", operation="graph", is_causal=is_causal)
     else:
-        yield _case(feature_map, dtype, "decayed", is_causal=True, decayed=True)
+        yield _case(feature_map, dtype, "decayed", is_causal=True, decay=0.1)
     if dtype in ("float32", "tf32") and feature_map == "favor":
-        yield _case(feature_map, dtype, "window", is_causal=True, window=True, masked=True)
+        yield _case(feature_map, dtype, "window", is_causal=True, window=64, masked=True)
         for is_causal in (False, True):
             softmax = {"operation": "softmax", "masked": True}
             yield _case(feature_map, dtype, "softmax", is_causal=is_causal, **softmax)
@@ -251,8 +253,17 @@ def drawn(seed: int) -> Case:
         # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
         return replace(case, dim=max(48, case.dim))
     longer = {"queries": case.queries + 2, "keys": length + 2}
-    case = replace(case, all_outputs=pick(False, True), **longer)
-    return replace(case, continued=pick(False, True))
+    case = replace(case, all_outputs=pick(False, True), continued=pick(False, True), **longer)
+    kind = pick("", "decay", "window", "softmax")
+    if not kind or case.dtype != "float32" or case.one_key_head:
+        return case
+    if kind == "softmax":
+        return replace(case, operation="softmax", continued=False, per_head=False)
+    if kind == "decay":
+        return replace(case, is_causal=True, queries=case.keys, decay=pick(0.1, 2.0, 20.0))
+    known = case.feature_map if case.feature_map in ("favor", "hyperbolic") else "favor"
+    window = {"window": pick(32, 64), "continued": False, "feature_map": known}
+    return replace(case, is_causal=True, queries=case.keys, **window)
 
 
 def small(case: Case) -> Case:

@@ -356,7 +356,7 @@ class Parser {
         const std::string rest = space == std::string::npos ? "" : trimmed(s.substr(space));
         const auto parts = split(opcode, '.');
         static const std::map<std::string, Base> bases = {{"abs", ABS}, {"add", ADD}, {"and", AND}, 
-            {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"cvt", CVT}, {"cvta", CVTA},
+            {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"copysign", COPYSIGN}, {"cvt", CVT}, {"cvta", CVTA},
             {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
             {"mad", MAD}, {"max", MAX}, {"min", MIN}, {"mma", MMA}, {"mov", MOV}, {"mul", MUL}, {"neg", NEG}, {"not", NOT}, {"or", OR},
             {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"set", SET}, {"setp", SETP},
