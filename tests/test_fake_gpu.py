@@ -44,6 +44,7 @@ import ml_dtypes
 
 import linattn_cupy
 from linattn.typing import State
+from tests import test_fuzz_options
 from tests.attentions import DIM as DIM_OF_MAPS
 from tests.every_map import EVERY
 from tests.fake_gpu.log import uncomputed
@@ -126,48 +127,6 @@ attend(
 )
 attend("full, elu", ELU)
 attend("causal, elu", ELU, is_causal=True, return_state=True)
-attend("full, window", exact_window=16)
-attend("causal, window", is_causal=True, exact_window=16)
-attend("causal, chunks", is_causal=True, chunk_size=48)
-attend("causal, decay", ELU, is_causal=True, log_decay=-0.1)
-
-
-@call
-def stream(x):
-    state = x.state()
-    return linattn.linear_attention(
-        *x.qkv, FAVOR, is_causal=True, initial_state=state, return_state=True
-    )
-
-
-@call
-def shared_keys(x):
-    query, *_ = x.qkv
-    key, value = x.array(1, 1, 70, DIM), x.array(1, 1, 70, VALUE_DIM)
-    grouped = linattn.linear_attention(query[:, :, :70], key, value, FAVOR, is_causal=True)
-    return grouped, linattn.linear_attention(query, key, value, FAVOR)
-
-
-@call
-def moved_axes(x):
-    # (..., N, H, d), as many libraries keep them.
-    arrays = [x.array(1, LENGTH, 3, DIM).transpose(0, 2, 1, 3) for _ in range(3)]
-    return linattn.linear_attention(*arrays, FAVOR, is_causal=True)
-
-
-@call
-def no_tokens(x):
-    query, key, value = x.qkv
-    empty = linattn.linear_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], FAVOR)
-    return empty, linattn.softmax_attention(query, key[:, :, :0], value[:, :, :0])
-
-
-@call
-def without_backends(x):
-    with linattn.without_backends():
-        return linattn.linear_attention(*x.qkv, FAVOR), linattn.linear_attention(
-            *x.qkv, FAVOR, is_causal=True
-        )
 
 
 def at_precision(precision: str, x: Inputs) -> Any:
@@ -176,14 +135,6 @@ def at_precision(precision: str, x: Inputs) -> Any:
 
 
 CALLS |= {f"precision_{name}": partial(at_precision, name) for name in ("float64", "tf32")}
-
-
-@call
-def softmax_attention(x):
-    return (
-        linattn.softmax_attention(*x.qkv, key_mask=x.mask),
-        linattn.softmax_attention(*x.qkv, is_causal=True),
-    )
 
 
 @call
@@ -216,49 +167,6 @@ def linear_attention_vjp(x):
     full = pulled(linattn.linear_attention_vjp, x, FAVOR, key_mask=x.mask)
     causal = pulled(linattn.linear_attention_vjp, x, FAVOR, is_causal=True)
     return full, causal, pulled(linattn.linear_attention_vjp, x, ELU, is_causal=True)
-
-
-@call
-def linear_attention_vjp_of_states(x):
-    (output, state), pullback = linattn.linear_attention_vjp(
-        *x.qkv, FAVOR, is_causal=True, initial_state=x.state(), return_state=True
-    )
-    return output, state, pullback(output, state.kvz)
-
-
-@call
-def softmax_attention_vjp(x):
-    full = pulled(linattn.softmax_attention_vjp, x, key_mask=x.mask)
-    return full, pulled(linattn.softmax_attention_vjp, x, is_causal=True)
-
-
-@call
-def recurrence(x):
-    query, _, value = x.qkv
-    key, beta = x.array(*LEAD, LENGTH, DIM, scale=0.2), x.make(np.full((*LEAD, LENGTH), 0.5, "f4"))
-    gates = {"log_decay": x.make(np.full((*LEAD, LENGTH), -0.1, "f4"))}
-    gated = linattn.linear_recurrence(query, key, value, update_rule="gated", **gates)
-    gates["beta"] = beta
-    return gated, linattn.linear_recurrence(query, key, value, update_rule="gated_delta", **gates)
-
-
-@call
-def states(x):
-    token, state = x.token[0], x.state()
-    return (
-        [linattn.init_state(phi, 8, batch_shape=LEAD, like=token) for phi in (FAVOR, ELU)],
-        linattn.update_state(state, *x.kv, FAVOR, key_mask=x.mask),
-        linattn.read_state(x.qkv[0], state, FAVOR),
-        linattn.merge_states(state, x.state()),
-    )
-
-
-@call
-def decode_step(x):
-    output, state = linattn.decode_step(*x.token, x.state(), FAVOR)
-    with linattn.without_backends():
-        generic = linattn.decode_step(*x.token, state, FAVOR)
-    return output, linattn.decode_step(*x.token, state, FAVOR), generic
 
 
 @call
@@ -372,9 +280,8 @@ def of_a_map(phi: Any, x: Inputs) -> Any:
     return results
 
 
-GENERIC = ("linear_attention", "softmax", "decode", "without_", "stream", "recurrence", "states")
-CORE = [name for name in CALLS if name.startswith(GENERIC)]
-"""Calls that are tried in all dtypes: what kernels do, and what generic code does on CuPy."""
+CORE = [name for name in CALLS if name.startswith(("linear_attention", "decoder", "precision"))]
+"""Calls that are tried in all dtypes: what kernels do."""
 
 MAPS = EVERY | {"cosformer": CosformerFeatures(DIM_OF_MAPS, max_length=2 * LENGTH)}
 CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in MAPS.items()}
@@ -424,9 +331,6 @@ BOUNDS = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 2e-4, "float64": 1e-9}
 CHOSEN = {"attention", "attention_of_a_long_sequence", "coreset", "diagnostics_of_an_output"}
 """Calls that choose by comparing numbers, which rounding may decide."""
 
-SCALED = {"linear_attention_vjp_of_states"}
-"""Calls whose results depend on the scale of a state, which backends choose."""
-
 
 def agree(found: Any, wanted: Any, bound: float) -> None:
     if isinstance(found, State):  # a state's scale is its own affair
@@ -459,10 +363,10 @@ def test_every_public_function(recorded, name, dtype):
         wanted = CALLS[name](on_host(dtype))
     assert cupy.cuda.Device().id == 0
     with recorded() as log, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore")
         found = CALLS[name](on_device(device, dtype))
     assert tree(found) == tree(wanted)
-    if name not in CHOSEN | SCALED:
+    if name not in CHOSEN:
         bound = BOUNDS[dtype]
         agree(found, wanted, max(bound, 2e-3) if name == "precision_tf32" else bound)
     assert {array.device.id for array in arrays_of(found)} <= {device}
@@ -471,14 +375,38 @@ def test_every_public_function(recorded, name, dtype):
     assert cupy.cuda.Device().id == 0
 
 
+class WithBfloat16:
+    """The namespace of CuPy, with a dtype more."""
+
+    bfloat16 = ml_dtypes.bfloat16
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_arrays.namespace(cupy.zeros(1)), name)
+
+
+DRAWN = {"linear": 24, "long": 12, "gradient": 16, "unseen": 12, "recurrence": 12}
+DRAWN |= {"softmax": 12, "unseen_exact": 6}
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(k, i) for k, n in DRAWN.items() for i in range(n)])
+def test_options_that_are_drawn(recorded, monkeypatch, kind, seed):
+    """All options of attention together, against the dense formula of float64."""
+    draw, check = test_fuzz_options.KINDS[kind]
+    monkeypatch.setattr(test_fuzz_options, "library", lambda case: WithBfloat16())
+    monkeypatch.setattr(test_fuzz_options, "host", lambda x: cupy.asnumpy(x).astype(np.float64))
+    case = draw(seed)
+    case.library = "cupy"
+    with cupy.cuda.Device(1), recorded() as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(case)
+    assert log.of("ERROR", "NOTE") == []
+    assert log.devices <= {1}
+
+
 # Streams, waits, graphs, threads -----------------------------------------------------------------
 
 
-FUSED = [
-    name
-    for name in CALLS
-    if name.startswith("linear_attention ") and "window" not in name and "decay" not in name
-]
+FUSED = [name for name in CALLS if name.startswith("linear_attention ")]
 """Calls that kernels do whole in 16 bits."""
 
 

@@ -262,8 +262,10 @@ def drawn(seed: int) -> Case:
     if kind == "decay":
         return replace(case, is_causal=True, queries=case.keys, decay=pick(0.1, 2.0, 20.0))
     known = case.feature_map if case.feature_map in ("favor", "hyperbolic") else "favor"
-    window = {"window": pick(32, 64), "continued": False, "feature_map": known}
-    return replace(case, is_causal=True, queries=case.keys, **window)
+    window = pick(32, 64)
+    longer = {"queries": case.keys + window, "keys": case.keys + window}
+    case = replace(case, is_causal=True, continued=False, window=window, **longer)
+    return replace(case, feature_map=known)
 
 
 def small(case: Case) -> Case:

@@ -221,7 +221,8 @@ def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
         rows = keys if case.is_causal else rows
     options |= {"return_log_normalizer": case.all_outputs}
     names = ("output", "state", "norm")[: 2 + case.all_outputs]
-    return results | dict(zip(names, call(attend, rows, keys, phi), strict=True))
+    results |= dict(zip(names, call(attend, rows, keys, phi), strict=True))
+    return results | {"length": results["state"].length}
 
 
 def _replayed(call: Callable[..., Any], arguments: list[Any]) -> list[Any]:
@@ -306,6 +307,7 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
     if case.operation != "softmax" and (case.continued or case.all_outputs):
         weights = kept * np.exp(total[..., -1:] - total)
         results["state"] = formulas.state(formula, key, value, weights)
+        results["length"] = np.full((1, 1), float(case.keys))
     return results
 
 
@@ -313,6 +315,8 @@ def _fetch(library: CupyLibrary, results: Results) -> dict[str, Floats]:
     """Copy to the host; states on their true scale: how they are split may differ."""
 
     def fetched(x: Any) -> Floats:
+        if isinstance(x, int):
+            return np.full((1, 1), float(x))
         if isinstance(x, linattn.State):
             scale = np.exp(library.numpy(x.log_scale))
             return np.asarray(library.numpy(x.kvz) * scale[..., None])
