@@ -384,7 +384,7 @@ class WithBfloat16:
         return getattr(_arrays.namespace(cupy.zeros(1)), name)
 
 
-DRAWN = {"linear": 24, "long": 12, "gradient": 16, "unseen": 12, "recurrence": 12}
+DRAWN = {"linear": 24, "long": 8, "gradient": 16, "unseen": 12, "recurrence": 8}
 DRAWN |= {"softmax": 12, "unseen_exact": 6}
 
 
@@ -442,7 +442,6 @@ QUIET = [
         for d in (*HALVES, "float32")
     ),
 ]
-WIDE = PositiveFeatures(64, num_features=256, rng=0)
 FLOAT32 = ["linear_attention full", "linear_attention causal"]
 """float32 that goes by kernels and cuBLAS."""
 
@@ -466,24 +465,6 @@ def test_a_warm_call_never_waits(recorded, make):
     launches = log.of("LAUNCH", "GEMM", "FILL")
     assert launches
     assert all(f" stream {stream.ptr:#x}" in line for line in launches)
-
-
-@pytest.mark.parametrize(
-    ("phi", "is_causal", "most"),
-    [(WIDE, False, 40), (WIDE, True, 150), (ELU, False, 25), (ELU, True, 60)],
-    ids=["FAVOR+ full", "FAVOR+ causal", "elu full", "elu causal"],
-)
-def test_launches_of_float32(recorded, phi, is_causal, most):
-    """A call of 64 heads of 8,192 tokens: its blocks are long, and few launches do one."""
-    query, key, value = (cupy.empty((4, 16, 8192, 64), np.float32) for _ in range(3))
-    with uncomputed():
-        linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-        with recorded() as log:
-            linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    assert log.of("ERROR", "NOTE") == []
-    assert 10 < len(log.of("LAUNCH", "GEMM")) <= most
-    assert len(log.of("ALLOC")) <= 1.5 * most
-    assert log.of("COPY") == []
 
 
 @pytest.mark.parametrize("dtype", HALVES)

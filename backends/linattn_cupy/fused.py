@@ -386,13 +386,6 @@ def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
     return kvz, shifts
 
 
-def scan(
-    work: Work, initial: State | None, states: tuple[Array, Array], after: tuple[Array, Array]
-) -> None:
-    """Merge states, in order, after an initial one; the last state goes to ``after``."""
-    _scan(work, initial, states, (1, states[1].shape[1]), (None, None), after)
-
-
 def scan_segments(
     work: Work,
     initial: State | None,
@@ -402,20 +395,24 @@ def scan_segments(
 ) -> SegmentStates:
     """Merge the states of parts into those before the segments; the last one goes to ``after``."""
     before = work.new_states(work.state_heads.total, cut.segments.number)
-    _scan(work, initial, states, (cut.segments.number, cut.parts_per_segment), before, after)
+    scan(work, initial, states, after, (cut.segments.number, cut.parts_per_segment), before)
     return SegmentStates(*before, cut)
 
 
-def _scan(
+def scan(
     work: Work,
     initial: State | None,
     states: tuple[Array, Array],
-    segments: tuple[int, int],
-    before: tuple[Any, Any],
     after: tuple[Any, Any],
+    segments: tuple[int, int] | None = None,
+    before: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Launch ``scan_states``; ``segments``: how many there are, and how many states are of each."""
+    """Merge states, in order, after an initial one; the last state goes to ``after``.
+
+    ``segments``: how many get the state before them, and how many states are of each.
+    """
     heads, m = work.state_heads, work.problem.num_features
+    segments = segments or (1, states[1].shape[1])
     args = [
         *states,
         np.int32(states[1].shape[1]),
