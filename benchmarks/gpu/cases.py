@@ -250,8 +250,8 @@ def drawn(seed: int) -> Case:
     masked = pick(False, True)
     case = replace(case, per_head=per_head, masked=masked, hard=pick("", "blind") if masked else "")
     if case.operation == "gradient":
-        # Tokens of few dims often share no feature of ReLU, which generic code pulls back. Gradients
-        # of few queries are sums that cancel: in 16 bits they have no bound.
+        # Tokens of few dims often share no feature of ReLU, which generic code pulls back, and
+        # gradients of few queries are sums that cancel, which 16 bits do not hold to the bound.
         longer = {name: getattr(case, name) + 40 for name in ("queries", "keys")}
         longer = {} if case.dtype == "float32" else longer
         return replace(case, dim=max(48, case.dim), **longer)
