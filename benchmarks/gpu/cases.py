@@ -250,11 +250,10 @@ def drawn(seed: int) -> Case:
     masked = pick(False, True)
     case = replace(case, per_head=per_head, masked=masked, hard=pick("", "blind") if masked else "")
     if case.operation == "gradient":
-        # Tokens of few dims often share no feature of ReLU, which generic code pulls back, and
-        # gradients of few tokens are sums that cancel, which 16 bits do not hold to the bound.
-        case = replace(case, dim=max(48, case.dim))
+        # Tokens of few dims often share no feature of ReLU, which generic code pulls back; gradients
+        # by few keys are sums that cancel, those by one key nothing but rounding.
         longer = {"queries": case.queries + 40, "keys": length + 40, "hard": ""}
-        return case if case.dtype == "float32" else replace(case, **longer)
+        return replace(case, dim=max(48, case.dim), **longer)
     longer = {"queries": case.queries + 2, "keys": length + 2}
     case = replace(case, all_outputs=pick(False, True), continued=pick(False, True), **longer)
     kind = pick("", "decay", "window", "softmax")
