@@ -250,8 +250,8 @@ def drawn(seed: int) -> Case:
     masked = pick(False, True)
     case = replace(case, per_head=per_head, masked=masked, hard=pick("", "blind") if masked else "")
     if case.operation == "gradient":
-        # Tokens of few dims often share no feature of ReLU, which generic code pulls back; gradients
-        # by few keys are sums that cancel, those by one key nothing but rounding.
+        # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
+        # Gradients by few keys are sums that cancel, by one key nothing but rounding.
         longer = {"queries": case.queries + 40, "keys": length + 40, "hard": ""}
         return replace(case, dim=max(48, case.dim), **longer)
     longer = {"queries": case.queries + 2, "keys": length + 2}
