@@ -252,10 +252,8 @@ def drawn(seed: int) -> Case:
     if case.operation == "gradient":
         # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
         # Gradients by few keys are sums that cancel, by one key nothing but rounding.
-        longer = {"queries": case.queries + 40, "keys": length + 40, "hard": ""}
-        return replace(case, dim=max(48, case.dim), **longer)
-    longer = {"queries": case.queries + 2, "keys": length + 2}
-    case = replace(case, all_outputs=pick(False, True), continued=pick(False, True), **longer)
+        return _longer(replace(case, dim=max(48, case.dim), hard=""), 40)
+    case = _longer(replace(case, all_outputs=pick(False, True), continued=pick(False, True)), 2)
     kind = pick("", "decay", "window", "softmax")
     if not kind or case.dtype != "float32" or case.one_key_head:
         return case
@@ -264,10 +262,13 @@ def drawn(seed: int) -> Case:
     if kind == "decay":
         return replace(case, is_causal=True, queries=case.keys, decay=pick(0.1, 2.0, 20.0))
     known = case.feature_map if case.feature_map in ("favor", "hyperbolic") else "favor"
-    window = pick(32, 64)
-    longer = {"queries": case.keys + window, "keys": case.keys + window}
-    case = replace(case, is_causal=True, continued=False, window=window, **longer)
-    return replace(case, feature_map=known)
+    case = replace(case, is_causal=True, queries=case.keys, continued=False, feature_map=known)
+    case = replace(case, window=pick(32, 64))
+    return _longer(case, case.window)
+
+
+def _longer(case: Case, by: int) -> Case:
+    return replace(case, queries=case.queries + by, keys=case.keys + by)
 
 
 def small(case: Case) -> Case:

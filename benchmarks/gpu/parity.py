@@ -188,10 +188,10 @@ def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
     query, key, value, gradient, mask, decay = inputs
     options: dict[str, Any] = {"is_causal": case.is_causal}
     if case.operation == "graph":
-        attend = partial(linattn.linear_attention, feature_map=phi, **options)
+        captured = partial(linattn.linear_attention, feature_map=phi, **options)
         arrays = (query, key, value)
         other = tuple(array[..., ::-1, :] for array in arrays)
-        return {"output": attend(*arrays), "replayed": _replayed(attend, [other, arrays])[1]}
+        return {"output": captured(*arrays), "replayed": _replayed(captured, [other, arrays])[1]}
     options |= {"exact_window": case.window} if case.window else {}
 
     def call(function: Callable[..., Any], rows: slice, keys: slice, *maps: Any) -> Any:
@@ -220,8 +220,8 @@ def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
         keys = slice(half.stop, None)
         rows = keys if case.is_causal else rows
     options |= {"return_log_normalizer": case.all_outputs}
-    names = ("output", "state", "norm")[: 2 + case.all_outputs]
-    results |= dict(zip(names, call(attend, rows, keys, phi), strict=True))
+    found = ("output", "state", "norm")[: 2 + case.all_outputs]
+    results |= dict(zip(found, call(attend, rows, keys, phi), strict=True))
     return results | {"length": results["state"].length}
 
 
