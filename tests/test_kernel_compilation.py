@@ -84,6 +84,7 @@ SHIPPED = [
     ("features.cu", {"WARPS": 8}, 80),
     ("softmax.cu", {"WARPS": 8}, 80),
     ("vjps.cu", {"WARPS": 8}, 80),
+    ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=32, FEATURES=256), 255),
 ]
 
 

@@ -322,7 +322,8 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
         }
         u32 x[T / 16][4];
         if (MAP == 0) {
-#pragma unroll 2
+            // Gradients of d = 32 spill registers where both steps are unrolled.
+#pragma unroll(WEIGHED && D == 32 ? 1 : 2)
             for (int k = 0; k < D; k += 16) {
                 u32 a[TOGETHER][4];
                 UNROLLED(strip, TOGETHER) {
