@@ -173,12 +173,19 @@ __device__ __forceinline__ void scale_rows(float (&d)[N][4], int half, float fac
 
 // Loading ------------------------------------------------------------------------------------------
 
+// Before loops over a tile that causal gradients of some sizes would spill registers to unroll.
+#if defined(KEYS) && HEAD_DIM > 96 && FEATURES > 128 && FEATURES < 256
+#define ROLLED _Pragma("unroll 1")
+#else
+#define ROLLED
+#endif
+
 // Start the copy of ROWS tokens; those after the end, masked or beyond `width` become zeros.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
                                            int width, const unsigned char* mask, i64 mask_row) {
     constexpr int COPIES = WIDTH / 8;
-    for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
+    ROLLED for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
         int row = i / COPIES, column = i % COPIES * 8;
         i64 token = first + row;
         bool valid = token < end && column < width;
@@ -200,7 +207,7 @@ __device__ __forceinline__ void start_projection(const Tiles& s, const u16* proj
 // Values of float16 become bf16.
 __device__ __forceinline__ void make_bf16(u16* values) {
     if (FP16) {
-        for (int i = threadIdx.x; i < T * E; i += THREADS) {
+        ROLLED for (int i = threadIdx.x; i < T * E; i += THREADS) {
             u16* value = values + i / E * ES + i % E;
             *value = float_to_bf16(f16_to_float(*value));
         }
