@@ -198,15 +198,17 @@ def test_jax_maps_pullbacks_over_batches(jax):
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_jax_takes_the_arrays_of_numpy(jax, kind):
     interop, (arrays, grad, mask) = load("jax"), inputs()
-    options = (MAPS["positive"],) if kind == "linear" else ()
+    options: dict[str, Any] = {"key_mask": mask}
+    if kind == "linear":
+        options["feature_map"] = MAPS["positive"]
+    else:
+        options |= {"window_bias": np.arange(3.0), "far_bias": (np.asarray(-0.5), np.asarray(0.5))}
     function = getattr(interop, f"{kind}_attention")
-    pullback = {"linear": linear_vjp, "softmax": softmax_vjp}[kind](
-        *arrays, *options, key_mask=mask
-    )
+    pullback = {"linear": linear_vjp, "softmax": softmax_vjp}[kind](*arrays, **options)
     expected = pullback[1](grad)
 
     def attend(*points):
-        return function(*points, *options, key_mask=mask)
+        return function(*points, **options)
 
     assert isinstance(attend(*arrays), jax.Array)
     agree([attend(*arrays)], pullback[:1])

@@ -364,6 +364,24 @@ def test_each_layer_may_have_its_attention():
     assert_allclose(found, x, rtol=1e-12)
 
 
+def test_a_decoder_layer_is_its_sublayers_with_its_options():
+    """Norms of heads too, in attention to a memory as in attention to itself."""
+    kind: Any = {"has_memory": True, "qk_norm": True, "dtype": np.float64}
+    params = normal(layers.init_decoder_layer(rng(), DIM, HEADS, **kind))
+    memory, options = rng(2).standard_normal((3, DIM)), {"num_heads": HEADS, "eps": 0.5}
+    found, wanted = layers.decoder_layer(params, X, memory, **options), X
+    for i, (prefix, *more) in enumerate((("self_attn.",), ("multihead_attn.", memory), ("",)), 1):
+        own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+        if prefix:
+            wanted = wanted + layers.multi_head_attention(own, wanted, *more, **options)
+        else:
+            own = {n: p for n, p in own.items() if n.startswith("linear")}
+            wanted = wanted + layers.feed_forward(own, wanted)
+        norm = {name: params[f"norm{i}.{name}"] for name in ("weight", "bias")}
+        wanted = layers.layer_norm(norm, wanted, eps=0.5)
+    assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_each_layer_may_have_its_positions():
     params = normal(layers.init_encoder(rng(), 2, DIM, HEADS, dtype=np.float64))
     places = [layers.Rotary(), layers.Rotary(base=7.0, interleaved=True)]

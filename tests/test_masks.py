@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 
 import linattn
 from tests.attentions import (
-    CHUNK,
     HEADS,
     LENGTH,
     PHI,
@@ -26,59 +24,6 @@ from tests.attentions import (
     tokens,
 )
 from tests.entries import CPU, DEVICE1, on_device, saying, word
-
-DECAY = -0.3
-PADDING = {
-    "right": np.array([True] * 4 + [False] * 2),
-    "left": np.array([False] * 2 + [True] * 4),
-    "both": np.array([False] + [True] * 4 + [False]),
-}
-
-
-def padded(xp, side, dtype="float32"):
-    """Tokens without padding, and the same padded by NaN, with a mask for all heads."""
-    mask, short = PADDING[side], tokens(length=4, dtype=dtype)
-    long = [np.full((*a.shape[:-2], LENGTH, a.shape[-1]), np.nan, a.dtype) for a in short]
-    for array, few in zip(long, short, strict=True):
-        array[..., mask, :] = few
-    long[0][..., ~mask, :] = 0
-    return in_library(xp, short), in_library(xp, long), mask
-
-
-def decayed(arrays, **options) -> Any:
-    attend: Any = linattn.linear_attention
-    return attend(*arrays, PHI, is_causal=True, return_state=True, chunk_size=CHUNK, **options)
-
-
-def dense_state(xp, state):
-    return xp.numpy(state.kvz) * np.exp(xp.numpy(state.log_scale))[..., None]
-
-
-@pytest.mark.parametrize(
-    ("side", "through"),
-    [("right", "lengths"), *itertools.product(PADDING, ["mask", "update_state"])],
-)
-def test_no_decay_behind_a_mask_is_the_sequence_without_padding(xp, side, through):
-    short, long, mask = padded(xp, side)
-    options = {"key_mask": xp.array(mask), "log_decay": xp.array(np.where(mask, DECAY, 0)[None])}
-    _, seen = decayed(short, log_decay=DECAY)
-    if through == "lengths":
-        options.pop("key_mask")
-        options["key_lengths"] = 4
-    if through == "update_state":
-        empty = state_of(PHI, like=short[1], batch_shape=(HEADS,))
-        update: Any = linattn.update_state
-        seen = update(empty, *short[1:], PHI, log_decay=DECAY)
-        state = update(empty, *long[1:], PHI, **options)
-    else:
-        out, state = decayed(long, **options)
-        wanted, _ = decayed(short, log_decay=DECAY)
-        # To the last bit where blocks begin at one token, and sums have one order.
-        exact = side == "right" and xp.name.startswith("numpy")
-        rtol, atol = (0.0, 0.0) if exact else (2e-6, 1e-6)
-        found = xp.numpy(out)[..., mask, :]
-        np.testing.assert_allclose(found, xp.numpy(wanted), rtol=rtol, atol=atol)
-    np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

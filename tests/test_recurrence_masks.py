@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import linattn
-from tests.test_recurrences import axes_of, order_of, problem, rows
+from tests.test_recurrences import axes_of, order_of, problem
 
 recur = linattn.linear_recurrence
 recur_vjp = linattn.linear_recurrence_vjp
@@ -81,16 +81,6 @@ def test_jax_differentiates_through_masks_and_states(through):
     (output, states), pullback = recur_vjp(**a, key_lengths=lengths, **options)
     for name, want in zip(order_of(a), pullback(output, None, states), strict=True):
         close(np.asarray(found[name]), want)
-
-
-def test_rejected_drafts_are_rolled_back():
-    """Sequences continue from any state on the way, as often as one likes."""
-    a = problem("gated_delta", length=20)
-    options = {"update_rule": "gated_delta"}
-    output, states = recur(**a, **options, return_states_every=5)
-    rest = rows(a, 10, 20, False) | {"initial_state": states[1]}
-    for _ in range(2):
-        close(recur(**rest, **options), output[..., 10:, :])
 
 
 def test_what_cannot_be():

@@ -24,6 +24,7 @@ interop: Any = pytest.importorskip("linattn.interop.torch", reason="torch is not
 
 plain: Any = linattn.linear_attention
 PHI = feature_maps.PositiveFeatures(4, 16, rng=0)
+RELU = feature_maps.ReluFeatures()
 generator = torch.Generator().manual_seed(0)
 QKV = list(torch.randn(3, 2, 9, 4, dtype=torch.float64, generator=generator) / 2)
 GATE, BETA = torch.rand(2, 2, 9, dtype=torch.float64, generator=generator)
@@ -45,7 +46,14 @@ def _recurrence(rule: str) -> Any:
             gates["log_decay"] = -GATE[:, :length].to(**like)
         if "delta" in rule:
             gates["beta"] = BETA[:, :length].to(**like)
-        return interop.linear_recurrence(*qkv, update_rule=rule, **gates)
+        if rule == "gated":
+            # A last token is left, after which there is no state.
+            gates["return_states_every"] = 4
+        answer = interop.linear_recurrence(*qkv, update_rule=rule, **gates)
+        if rule != "gated":
+            return answer
+        output, states = answer
+        return output + sum(state.sum() for state in states).to(output.dtype)
 
     return attend
 
@@ -381,6 +389,19 @@ def test_an_eager_call_is_the_plain_one(name):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     few = [leaf[:1, :3].detach().requires_grad_() for leaf in leaves]
     assert torch.autograd.gradgradcheck(CALLS[name], few, fast_mode=True)
+
+
+def test_second_derivatives_by_a_state_of_features_that_no_key_has():
+    """Their scale is -inf, and less itself it is no number."""
+    query, key, value = (array[:1, :3].clone() for array in QKV)
+    key[..., 0] = -1
+
+    def attend(*qkv: Any) -> Any:
+        output, state = plain(*qkv, RELU, is_causal=True, return_state=True)
+        return output, state.kvz
+
+    leaves = [array.requires_grad_() for array in (query, key, value)]
+    assert torch.autograd.gradgradcheck(attend, leaves, fast_mode=True)
 
 
 @pytest.mark.filterwarnings("error")
