@@ -53,7 +53,7 @@ def _recurrence(rule: str) -> Any:
         if rule != "gated":
             return answer
         output, states = answer
-        return output + sum(state.sum() for state in states).to(output.dtype)
+        return output + sum(state.sum().to(output.dtype) for state in states)
 
     return attend
 
