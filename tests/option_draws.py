@@ -540,9 +540,6 @@ def draw_softmax(seed: int, most: int = SHORT) -> Case:
             case.returns = {"return_log_normalizer": True}
         stretch(rng, case)
         hide(rng, case)
-        if case.library == "torch" and seed % 2:
-            # torch's own operator takes values of the dim of keys.
-            case.value = case.value[..., np.arange(case.key.shape[-1]) % case.value.shape[-1]]
         if not refusals(case) or rng.random() < 1 / 16:
             return case
 

@@ -364,6 +364,21 @@ def test_each_layer_may_have_its_attention():
     assert_allclose(found, x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("size", [DIM // HEADS, DIM])
+def test_norms_of_heads_have_their_eps(size):
+    """They undo a factor on queries and keys, if eps has its square."""
+    params = normal(layers.init_multi_head_attention(rng(), DIM, HEADS, dtype=np.float64))
+    params |= {f"{side}_norm.weight": rng(3).random(size) for side in "qk"}
+    factors = np.repeat([10.0, 10.0, 1.0], DIM)
+    larger = params | {
+        "in_proj_weight": factors[:, None] * params["in_proj_weight"],
+        "in_proj_bias": factors * params["in_proj_bias"],
+    }
+    found = layers.multi_head_attention(larger, X, num_heads=HEADS, eps=50.0)
+    wanted = layers.multi_head_attention(params, X, num_heads=HEADS, eps=0.5)
+    assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_a_decoder_layer_is_its_sublayers_with_its_options():
     """Norms of heads too, in attention to a memory as in attention to itself."""
     kind: Any = {"has_memory": True, "qk_norm": True, "dtype": np.float64}

@@ -16,8 +16,6 @@ from tests.attentions import (
     LENGTH,
     PHI,
     every_attention,
-    every_map,
-    filled_state,
     in_library,
     some_attentions,
     state_of,
@@ -38,22 +36,6 @@ def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
     means = np.cumsum(mask[:, None] * value, axis=-2) / np.cumsum(mask)[:, None]
     want = means if is_causal else np.broadcast_to(means[:, -1:], means.shape)
     np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-12)
-
-
-@every_map
-def test_state_of_length_zero_is_the_identity(feature_map):
-    query, key, value = tokens()
-    mask = np.arange(LENGTH) < np.array([0, LENGTH])[:, None]
-    empty = state_of(feature_map, like=query, batch_shape=(HEADS,))
-    state = linattn.update_state(empty, key, value, feature_map, key_mask=mask)
-    np.testing.assert_array_equal(state.kvz[0], empty.kvz[0])
-    np.testing.assert_array_equal(state.log_scale[0], -np.inf)
-    assert state.length == LENGTH
-    other = filled_state(feature_map)
-    merged = linattn.merge_states(state, other)
-    np.testing.assert_array_equal(merged.kvz[0], other.kvz[0])
-    np.testing.assert_array_equal(merged.log_scale[0], other.log_scale[0])
-    np.testing.assert_array_equal(linattn.read_state(query, state, feature_map)[0], 0)
 
 
 MASK = np.array([[True, False, True, True, False, True], [False, True, True, True, True, True]])
