@@ -240,9 +240,6 @@ def stretch(rng: Rng, case: Case) -> None:
         case.query[..., 0], case.key[..., 0] = (
             rounded(x, case.dtype) for x in (size, np.sign(offset * scale) * size)
         )
-        if case.query.ndim > 2 and np.random.default_rng([case.seed, 8]).random() < 0.5:
-            # Heads may share keys, and a state, on scales of their own.
-            case.query[..., :1, :, 0] = 0
     elif where < 0.4 and "key_bias" in case.options and case.options.get("normalize", True):
         case.options["key_bias"] = rounded(case.options["key_bias"] + offset, case.dtype)
         if state is not None:

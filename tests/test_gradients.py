@@ -16,6 +16,8 @@ from linattn import feature_maps
 from linattn.testing import assert_gradient
 from linattn.typing import Features
 from tests.attentions import maps
+from tests.option_draws import Case
+from tests.test_fuzz_options import check_gradient
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear: Any = linattn.linear_attention
@@ -157,6 +159,17 @@ def test_sub_blocks_without_keys_or_rows_ask_for_nothing(xp, feature_map, first)
     )
     for array in xp.numpy_each([output, *pullback(xp.array(np.ones((37, 4))))]):
         assert_array_equal(np.isfinite(array), True)
+
+
+@pytest.mark.usefixtures("numpy_path")
+def test_heads_that_share_keys_need_not_share_a_scale():
+    """The weights of one head are far above the largest of another."""
+    tokens = np.random.default_rng(0).standard_normal((3, 2, 12, DIM))
+    tokens[0, 0] *= 1000
+    query, key, value = tokens.astype(np.float32).astype(float)
+    shared = key[:1], value[:1]
+    case = Case(0, "linear", query, *shared, MAPS["positive"], {}, "float32")
+    assert check_gradient(case) == "compared"
 
 
 def test_relu_queries_with_zero_denominator_have_gradient_zero(xp_any_shape):

@@ -395,9 +395,8 @@ def test_drawn_calls_of_torch_are_the_plain_ones(torch, name):
         # States of a map of others may be on other scales.
         is_own = type(case.feature_map).__name__ == "OwnFeatures"
         is_known = (case.options | case.returns).keys() <= known.keys()
-        if case.dtype in option_draws.NARROW or is_own or not is_known:
-            continue
-        if option_draws.refusals(case):
+        is_narrow, refused = case.dtype in option_draws.NARROW, option_draws.refusals(case)
+        if is_own or is_narrow or refused or not is_known:
             continue
         results, count = [], count + 1
         for case.library, each in (("numpy", getattr(linattn, name)), ("torch", function)):

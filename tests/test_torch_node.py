@@ -50,9 +50,7 @@ def _recurrence(rule: str) -> Any:
             # A last token is left, after which there is no state.
             gates["return_states_every"] = 4
         answer = interop.linear_recurrence(*qkv, update_rule=rule, **gates)
-        if rule != "gated":
-            return answer
-        output, states = answer
+        output, states = answer if rule == "gated" else (answer, [])
         return output + sum(state.sum().to(output.dtype) for state in states)
 
     return attend
