@@ -712,7 +712,7 @@ def recurrence(query: Array, key: Array, value: Array, update_rule: str, **optio
     nothing = np.zeros((*lead, d, value.shape[-1]))
     starts = [0, L] if borders is None else [int(border) for border in borders]
     out_lead = np.broadcast_shapes(query.shape[:-2], lead)
-    rows, last, size = [np.zeros((*out_lead, 0, value.shape[-1]))], [], 1.0
+    rows, last, size = [np.zeros((*out_lead, 0, value.shape[-1]))], [], 0.0
     states: list[Array] = []
     for n, (a, b) in enumerate(pairwise(starts)):
         S = nothing + (0 if state is None else state if borders is None else state[n])

@@ -59,6 +59,8 @@ class Case:
     library: str = "numpy"
     returns: dict[str, Any] = field(default_factory=dict)
     size_of_grad: float = 1.0
+    size_of_value: float = 1.0
+    """Of a recurrence, in which outputs and states have it too."""
 
     @property
     def is_packed(self) -> bool:
@@ -367,6 +369,16 @@ def draw_tokens(
     return Case(seed, kind, q, k, v, None, {}, dtype, library), lead
 
 
+def share(case: Case) -> None:
+    """Let heads whose stops may differ share queries or values, where keys have all axes."""
+    rng = np.random.default_rng([case.seed, 8])
+    for name in ("query", "value"):
+        array = getattr(case, name)
+        fits = array.ndim <= case.key.ndim and rng.random() < 0.5
+        ones: Any = (slice(0, 1),) * (array.ndim - 2) if fits else ...
+        setattr(case, name, array[ones])
+
+
 def put_rule(rng: Rng, names: set[str], case: Case, lead: tuple[int, ...]) -> None:
     options, L, S = case.options, case.query.shape[-2], case.key.shape[-2]
     if "is_causal" in names:
@@ -375,6 +387,7 @@ def put_rule(rng: Rng, names: set[str], case: Case, lead: tuple[int, ...]) -> No
         options["is_causal"] = "lower_right"
     if "key_stop" in names:
         options["key_stop"] = draw_stops(rng, L, S, lead)
+        share(case)
     if "prefix_length" in names:
         shape = axes(rng, lead, 0.3) if rng.random() < 0.4 else ()
         drawn = rng.integers(0, S + 1, shape)
@@ -599,6 +612,15 @@ def draw_recurrence(seed: int) -> Case:
     if rng.random() < 0.5:
         options["chunk_size"] = int(rng.choice([1, 2, 4, 16]))
     case.options = options
+    more = np.random.default_rng([seed, 8])
+    if more.random() < 0.2:
+        # Queries that share a state, along an axis before all others.
+        case.query = rounded(more.standard_normal((3, *lead, length, d)), case.dtype)
+    if case.dtype not in NARROW and more.random() < 0.3:
+        case.size_of_value = 2.0 ** int(more.integers(-90, 91))
+        case.value = case.value * case.size_of_value
+        if "initial_state" in options:
+            options["initial_state"] = options["initial_state"] * case.size_of_value
     hide_tokens(rng, case)
     if not case.is_packed and rng.random() < 0.3:
         case.returns["return_states_every"] = int(rng.integers(1, length + 3))
@@ -609,13 +631,14 @@ def hide_tokens(rng: Rng, case: Case) -> None:
     """Mask tokens of a recurrence, and put NaN where nothing may read."""
     options, shape = case.options, case.key.shape[:-1]
     kind = rng.random()
+    counts = np.ones((), bool)
     if kind < 0.3:
         like = shape[-1:] if rng.random() < 0.3 else ones(rng, shape)
         counts = options["key_mask"] = rng.random(like) < rng.choice([0.5, 0.9])
-    elif kind < 0.5 and not case.is_packed:
+    if 0.2 < kind < 0.5 and not case.is_packed:
         options["key_lengths"] = rng.integers(0, shape[-1] + 1, ones(rng, shape[:-1]))
-        counts = np.arange(shape[-1]) < options["key_lengths"][..., None]
-    else:
+        counts = counts & (np.arange(shape[-1]) < options["key_lengths"][..., None])
+    if kind > 0.5:
         return
     counts = np.broadcast_to(counts, shape)
     case.key = np.where(counts[..., None], case.key, np.nan)

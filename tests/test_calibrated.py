@@ -48,14 +48,9 @@ def dense(phi, query, key):
     return log
 
 
-def attend(log, value, mask=None, *, is_causal=False):
+def attend(log, value):
     weights = np.exp(log - log.max(axis=-1, keepdims=True))
-    if mask is not None:
-        weights = weights * mask[..., None, :]
-    if is_causal:
-        weights = np.tril(weights)
-    total = weights.sum(axis=-1, keepdims=True)
-    return weights @ value / np.where(total == 0, 1, total)
+    return weights @ value / weights.sum(axis=-1, keepdims=True)
 
 
 # The map, given its parameters.

@@ -11,6 +11,8 @@ from numpy.testing import assert_allclose, assert_array_equal, assert_array_less
 
 import linattn
 from linattn.feature_maps import DenseExponentialFeatures, HyperbolicFeatures, Reparametrized
+from tests.option_draws import Case
+from tests.test_fuzz_options import check_forward
 
 HEADS, DIM = 3, 5
 SCALE = 1 / np.sqrt(DIM)
@@ -86,26 +88,9 @@ def test_it_is_unbiased_for_the_softmax_kernel(calibrated):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_is_the_dense_formula(calibrated, is_causal):
-    query, key, value = sequence(4, 30)
-    out = linattn.linear_attention(query, key, value, calibrated, is_causal=is_causal)
-    inside, c, b = calibrated.feature_map, calibrated.query_shift, calibrated.key_shift
-    expected = np.empty_like(out)
-    for h in range(HEADS):
-        M = calibrated.transform[h]
-        x = np.sqrt(SCALE) * (query[h] - c[h]) @ M
-        y = np.sqrt(SCALE) * (key[h] - b[h]) @ np.linalg.inv(M).T
-        rows, A = inside.projection, inside.A[h]
-        phi, psi = np.zeros((2, 30, 20))
-        for u, features in ((x, phi), (y, psi)):
-            for r, sign in np.ndindex(10, 2):
-                omega = rows[r] * (1 - 2 * sign)
-                log = A * omega**2 + np.sqrt(1 - 4 * A) * omega * u - u**2 / 2
-                log = log + np.log(1 - 4 * A) / 4
-                features[:, 2 * r + sign] = np.exp(log.sum(axis=-1)) / np.sqrt(20)
-        weights = phi @ psi.T * np.exp(SCALE * (key[h] - b[h]) @ c[h])
-        weights = np.tril(weights) if is_causal else weights
-        expected[h] = weights @ value[h] / weights.sum(axis=-1, keepdims=True)
-    assert_allclose(out, expected, rtol=0, atol=1e-12)
+    options = {"is_causal": True} if is_causal else {}
+    case = Case(0, "linear", *sequence(4, 30), calibrated, options)
+    assert check_forward(case) == "compared"
 
 
 def test_it_beats_features_that_have_seen_nothing(calibrated):

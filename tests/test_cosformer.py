@@ -35,10 +35,8 @@ def attend(arrays, feature_map, **options):
     return linattn.linear_attention(query, key, value, feature_map, **options)
 
 
-def quadratic(query, key, value, mask=None, *, is_causal=False, first_query=0):
+def quadratic(query, key, value, *, is_causal=False, first_query=0):
     weights = kernel(query, key, first_query)
-    if mask is not None:
-        weights = weights * mask[..., None, :]
     if is_causal:
         weights = np.tril(weights)
     total = weights.sum(axis=-1, keepdims=True)

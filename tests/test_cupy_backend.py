@@ -9,6 +9,7 @@ and accesses beside an array; a test fails if it finds any. See tests/ptx.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import array_api_compat
@@ -25,7 +26,6 @@ from linattn.feature_maps import (
     CosformerFeatures,
     DenseExponentialFeatures,
     EluFeatures,
-    GeneralizedExponentialFeatures,
     PositiveFeatures,
     Reparametrized,
 )
@@ -33,6 +33,7 @@ from linattn.testing import check_backend
 from linattn.typing import ELU_PLUS_ONE, Activation, Cotangent, Declined, Partial, Pointwise
 from linattn_cupy import device, fused, gradients, products
 from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, content, cupy, error, moved
+from tests.fake_gpu.device import exact as in_float64
 from tests.fake_gpu.device import inputs as device_inputs
 from tests.fake_gpu.log import counts
 
@@ -42,28 +43,12 @@ DENSE = DenseExponentialFeatures(
     D, 40, A=-0.1 * np.ones(D), transform=np.diag(np.linspace(0.5, 1.5, D)), rng=0
 )
 TOLERANCE = {BF16: 1e-2, F16: 5e-3, F32: 1e-5}
+exact = partial(in_float64, linattn.linear_attention)
 
 
 def inputs(*given, **sizes):
     """Queries, keys and values."""
     return device_inputs(*given, **sizes)[:3]
-
-
-def exact(*given, **settings):
-    """The generic code in float64, which other tests hold to the quadratic oracles."""
-    state = settings.pop("initial_state", None)
-    if state is not None:
-        state = state._replace(kvz=state.kvz.astype(float), log_scale=state.log_scale.astype(float))
-    query, key, value, phi = given
-    with linattn.without_backends():
-        return linattn.linear_attention(
-            query.astype(np.float64),
-            key.astype(np.float64),
-            value.astype(np.float64),
-            phi,
-            initial_state=state,
-            **settings,
-        )
 
 
 def solve(dtype, *given, **settings):
@@ -84,73 +69,6 @@ def attend(query, key, value, phi, **settings):
 
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-
-
-@CAUSAL
-@pytest.mark.parametrize("continues", [False, True], ids=["masked", "continued"])
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, dtype) for name in MAPS for dtype in (BF16, F32)),
-        *(("positive", F16), ("elu", F16), ("tilted", F32)),
-    ],
-)
-def test_it_agrees_with_float64(gpu, name, dtype, continues, is_causal, tile):
-    """Masked keys hold NaN, and rows see none; or heads share keys in 16 bits, after a state."""
-    gpu.processors = 50
-    tilted = GeneralizedExponentialFeatures(D, 40, A=-0.1, rng=0)
-    phi = tilted if name == "tilted" else MAPS[name]
-    lead = 1 if continues and dtype is not F32 else 2
-    (query, _, _), (_, key, value) = inputs((2, 3)), inputs((lead, 3), seed=1)
-    settings: dict[str, Any] = {"is_causal": is_causal, "return_state": True}
-    settings |= {"return_log_normalizer": True, "chunk_size": 40}
-    mask = np.random.default_rng(1).random((len(key), 1, 150)) < 0.7
-    if continues:
-        _, state = exact(*inputs((lead, 3), 50, seed=2), phi, return_state=True)
-        # How a state is split into sums and scales is its own affair.
-        kvz, scale = state.kvz.astype(F32) * F32(0.5), state.log_scale.astype(F32) + F32(np.log(2))
-        settings["initial_state"] = state._replace(kvz=kvz, log_scale=scale)
-    else:
-        mask[0, :, :100] = False  # a whole chunk of them
-    settings["key_mask"] = mask
-    expected, after, log = exact(query, key, value, phi, **settings)
-    hidden = ~np.broadcast_to(mask, key.shape[:-1])
-    key[hidden], value[hidden] = np.nan, np.inf
-    arrays = (x.astype(dtype) for x in (query, key, value))
-    output, state, norm = attend(*arrays, phi, **settings)
-    assert output.dtype == dtype
-    assert (state.kvz.dtype, state.log_scale.dtype, norm.dtype) == (F32, F32, F32)
-    assert state.length == after.length == (200 if continues else 150)
-    assert state.kvz.shape == after.kvz.shape
-    assert error(output, expected) < TOLERANCE[dtype]
-    assert error(content(state), content(after)) < (1e-5 if dtype is F32 else 2 * TOLERANCE[dtype])
-    seen = np.isfinite(log)
-    assert_array_equal(norm[~seen], log[~seen])
-    assert np.abs(norm[seen] - log[seen]).max() < (1e-4 if dtype is F32 else 0.05)
-    assert gpu.redone == 0
-    if dtype is F32:
-        between = {"pack_rows", "key_tops", "key_weights", "scan_tiles", "query_weights"}
-        between |= {"causal_scores", "finish_rows", "redo_rows"} if is_causal else set()
-        assert set(gpu.launches) == between
-    else:
-        kernels = ["causal_rows", "redo_rows"] if is_causal else ["read_states"]
-        assert gpu.launches == ["segment_states", "scan_states", *kernels]
-
-
-@pytest.mark.parametrize("processors", [1, 4])
-@CAUSAL
-def test_segments_agree(gpu, is_causal, processors):
-    gpu.processors = processors
-    phi = MAPS["positive"]
-    query, key, value = inputs((1,), 350)
-    output, state, _ = solve(BF16, query, key, value, phi, is_causal=is_causal)
-    expected, after = exact(query, key, value, phi, is_causal=is_causal, return_state=True)
-    assert error(output, expected) < TOLERANCE[BF16]
-    assert error(content(state), content(after)) < 2 * TOLERANCE[BF16]
-    # One segment has no states to merge.
-    assert ("segment_states" in gpu.launches) is (processors > 1 or not is_causal)
-    parts = fused.cut_of(350, 1, 1, 100).parts_per_segment
-    assert parts == (2 if processors == 4 else 1)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from linattn._driver.problem import linear_problem
 from linattn.feature_maps import EluFeatures, PositiveFeatures
 from linattn.typing import Cotangent, Declined
 from linattn_cupy import exact as exact_pairs
-from linattn_cupy import planning, products, whole
-from tests.fake_gpu.device import F32, Device, content, cupy, error
+from linattn_cupy import products, whole
+from tests.fake_gpu.device import F32, Device, cupy, error, exact
 from tests.fake_gpu.log import recorded, uncomputed
 
 pytestmark = pytest.mark.fake_gpu
@@ -49,6 +49,10 @@ class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc]
 HEADS, LENGTH, DIM = 64, 8192, 64
 PHI = PositiveFeatures(DIM, num_features=256, rng=0)
 LARGE = {
+    "full": (40, 256),
+    "causal": (150, 256),
+    "full elu": (25, 256),
+    "causal elu": (60, 256),
     "gradients": (400, 512 + 256),
     "full gradients": (400, 512 + 256),
     "softmax": (300, 256),
@@ -69,8 +73,10 @@ def large(name: str, x: Any) -> Any:
         return output, pullback(x)
     if "softmax" in name:
         return linattn.softmax_attention(x, x, x, is_causal="causal" in name)
-    options: dict[str, Any] = {"exact_window": 256} if name == "window" else {"log_decay": -0.1}
-    return linattn.linear_attention(x, x, x, PHI, is_causal=True, **options)
+    options: dict[str, Any] = {"exact_window": 256} if name == "window" else {}
+    options |= {"log_decay": -0.1} if name == "log_decay" else {}
+    phi = EluFeatures() if "elu" in name else PHI
+    return linattn.linear_attention(x, x, x, phi, is_causal="full" not in name, **options)
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -83,7 +89,8 @@ def test_launches_and_memory_of_large_calls(name):
             results = large(name, x)
     arrays = len(results) if "gradients" not in name else 4
     outputs = x.nbytes * (arrays if "gradients" in name else 1)
-    assert len(log.of("LAUNCH", "FILL", "GEMM")) <= most
+    assert 10 < len(log.of("LAUNCH", "FILL", "GEMM")) <= most
+    assert log.of("ERROR", "NOTE") == []
     assert (peak.most - outputs) / MIB <= 1.1 * mebibytes
 
 
@@ -105,16 +112,6 @@ def inputs(*shape: int, seed: int = 0) -> list[Any]:
     return [rng.standard_normal(shape).astype(F32) for _ in range(3)]
 
 
-def wide(x):
-    return x.astype(float) if getattr(x, "dtype", None) == F32 else x
-
-
-def generic(function, *arrays, **settings):
-    settings = {name: wide(x) for name, x in settings.items()}
-    with linattn.without_backends():
-        return function(*map(wide, arrays), **settings)
-
-
 def test_more_heads_than_a_product_takes(gpu, monkeypatch):
     monkeypatch.setattr(products, "MAX_BATCH", 3)
     arrays = inputs(7, 20, 8)
@@ -122,28 +119,7 @@ def test_more_heads_than_a_product_takes(gpu, monkeypatch):
     for is_causal in (False, True):
         settings = {"is_causal": is_causal}
         found = Device.run(linattn.linear_attention, *arrays, phi, **settings)
-        assert error(found, generic(linattn.linear_attention, *arrays, phi, **settings)) < 1e-5
-
-
-@pytest.mark.parametrize("workspace", [2**28, 2**15])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_softmax_agrees_with_float64(gpu, monkeypatch, is_causal, workspace):
-    """Blocks of all rows, or of few rows of one head; masked keys hold NaN."""
-    monkeypatch.setattr(planning, "MAX_WORKSPACE", workspace)
-    query, key, value = inputs(2, 3, 150, 16)
-    key, value = key[..., : 150 if is_causal else 90, :], value[..., : 150 if is_causal else 90, :]
-    mask = np.random.default_rng(1).random((2, 1, key.shape[-2])) < 0.7
-    mask[0, :, :40] = False
-    settings = {"is_causal": is_causal, "key_mask": mask, "return_log_normalizer": True}
-    expected, log = generic(linattn.softmax_attention, query, key, value, **settings)
-    hidden = ~np.broadcast_to(mask, key.shape[:-1])
-    key[hidden], value[hidden] = np.nan, np.inf
-    output, norm = Device.run(linattn.softmax_attention, query, key, value, **settings)
-    assert error(output, expected) < 1e-5
-    assert_array_equal(np.isfinite(norm), np.isfinite(log))
-    seen = np.isfinite(log)
-    assert np.abs(norm[seen] - log[seen]).max() < 1e-4
-    assert set(gpu.launches) == {"pack_rows", "softmax_rows", "check_finite"}
+        assert error(found, exact(linattn.linear_attention, *arrays, phi, **settings)) < 1e-5
 
 
 @pytest.mark.parametrize("place", ["key", "value", "query", "all logits"])
@@ -160,54 +136,6 @@ def test_softmax_of_what_is_not_finite_is_generic(gpu, place):
     assert_array_equal(np.isnan(output), np.isnan(expected))
     assert np.isnan(output).any()
     assert not np.isnan(output).all()
-
-
-@pytest.mark.parametrize("length", [33, 64, 100, 256])
-def test_windows_agree_with_float64(gpu, length):
-    """A window and a token, whole windows, and a rest; blocks of two windows each."""
-    query, key, value = inputs(2, length, 16)
-    phi = PositiveFeatures(16, 40, rng=0)
-    mask = np.random.default_rng(1).random((2, length)) < 0.7
-    mask[0, : min(40, length - 1)] = False
-    settings: dict[str, Any] = {"is_causal": True, "exact_window": 32, "key_mask": mask}
-    settings |= {"return_state": True, "return_log_normalizer": True}
-    expected, after, log = generic(linattn.linear_attention, query, key, value, phi, **settings)
-    hidden = ~mask
-    key[hidden], value[hidden] = np.nan, np.inf
-    output, state, norm = Device.run(
-        linattn.linear_attention, query, key, value, phi, chunk_size=64, **settings
-    )
-    assert error(output, expected) < 1e-5
-    assert error(content(state), content(after)) < 1e-5
-    seen = np.isfinite(log)
-    assert_array_equal(np.isfinite(norm), seen)
-    assert np.abs(norm[seen] - log[seen]).max() < 1e-4
-    assert "softmax_rows" in gpu.launches
-
-
-@pytest.mark.parametrize("strength", [0.05, 30.0])
-@pytest.mark.parametrize("phi", [PositiveFeatures(16, 40, rng=0), EluFeatures()], ids=["+", "elu"])
-def test_decays_agree_with_float64(gpu, phi, strength):
-    """A stream of two calls; strong decays drown the first keys of a tile, which are redone."""
-    query, key, value = inputs(2, 100, 16)
-    decay = -strength * np.random.default_rng(1).random((2, 100)).astype(F32)
-    mask = np.random.default_rng(2).random((2, 100)) < 0.7
-    settings: dict[str, Any] = {"is_causal": True, "log_decay": decay, "key_mask": mask}
-    settings |= {"return_state": True, "return_log_normalizer": True}
-
-    def twice(query, key, value, **settings):
-        call = linattn.linear_attention
-        state = call(query, key, value, phi, **settings)[1]
-        return call(query, key, value, phi, initial_state=state, **settings)
-
-    output, state, norm = Device.run(twice, query, key, value, **settings)
-    expected, after, log = generic(twice, query, key, value, **settings)
-    assert error(output, expected) < (1e-5 if strength < 1 else 2e-5)
-    assert np.abs(norm - log).max() < 1e-4
-    assert error(content(state), content(after)) < (1e-5 if strength < 1 else 2e-5)
-    np.testing.assert_allclose(state.log_decay, after.log_decay, rtol=1e-5)
-    assert "scan_tiles" in gpu.launches
-    assert (gpu.redone > 0) is (strength > 1)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ The oracle is the generic code in float64, which other tests hold to finite diff
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,36 +20,21 @@ from linattn._driver.problem import linear_problem
 from linattn.typing import Cotangent, Declined, State
 from linattn_cupy import device, fused, gradients
 from tests.fake_gpu.device import BF16, F16, F32, MAPS, D, Device, error, inputs
+from tests.fake_gpu.device import exact as in_float64
 
 pytestmark = pytest.mark.fake_gpu
 
 TOLERANCE = {BF16: 2e-2, F16: 1e-2, F32: 1e-5}
 REJECTED = Declined("rows were rejected, or a gradient is not finite")
-KERNELS = {
-    False: [
-        *("segment_states", "scan_states", "read_states", "query_terms", "read_gradients"),
-        *("segment_adjoints", "scan_states", "key_terms", "read_gradients"),
-    ],
-    True: [
-        *("segment_states", "scan_states", "causal_rows", "query_terms", "key_terms"),
-        *("causal_gradients", "segment_adjoints", "scan_states", "causal_gradients"),
-    ],
-}
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 
 
-def exact(*given, **settings):
-    """Gradients in float64 without backends."""
-    query, key, value, grad = (x.astype(np.float64) for x in given[:4])
-    phi = given[4]
-    state, grad_state = (settings.pop(name, None) for name in ("initial_state", "grad_state"))
-    if state is not None:
-        state = state._replace(kvz=state.kvz.astype(float), log_scale=state.log_scale.astype(float))
-    with linattn.without_backends():
-        _, pullback = linattn.linear_attention_vjp(
-            query, key, value, phi, initial_state=state, **settings
-        )
-        return pullback(grad, None if grad_state is None else grad_state.astype(float))
+def pulled(query, key, value, grad, phi, grad_state=None, **settings):
+    _, pullback = linattn.linear_attention_vjp(query, key, value, phi, **settings)
+    return pullback(grad, grad_state)
+
+
+exact = partial(in_float64, pulled)
 
 
 def pull(dtype, *given, grad_state=None, **settings):
@@ -83,70 +69,38 @@ def agree(found, expected, dtype):
 
 
 @CAUSAL
-@pytest.mark.parametrize("continues", [False, True], ids=["masked", "continued"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, dtype) for name in MAPS for dtype in (BF16, F32)), ("positive", F16), ("elu", F16)],
 )
-def test_gradients_agree_with_float64(gpu, name, dtype, continues, is_causal, tile):
-    """Masked keys hold NaN, and rows see none; or a stream, whose last state has a cotangent."""
+def test_gradients_of_streams_agree_with_float64(gpu, name, dtype, is_causal, tile):
+    """After a state, with a cotangent of the last one; masked keys hold NaN."""
     gpu.processors = 50
-    phi = MAPS[name]
+    phi, mask = MAPS[name], np.random.default_rng(1).random((2, 1, 150)) < 0.7
     query, key, value, grad = inputs((2, 3))
-    settings: dict[str, Any] = {"is_causal": is_causal, "chunk_size": 40}
+    attend = partial(linattn.linear_attention, return_state=True)
+    first = inputs((2, 3), 90, seed=1)
+    settings: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "chunk_size": 40}
+    with linattn.without_backends():
+        _, settings["initial_state"] = attend(*first[:3], phi)
+        _, after = attend(query, key, value, phi, **settings)
     by_state = given = None
-    if continues:
-        with linattn.without_backends():
-            first = inputs((2, 3), 90, seed=1)[:3]
-            _, state = linattn.linear_attention(*first, phi, return_state=True)
-            settings["initial_state"] = state
-            _, after = linattn.linear_attention(
-                query, key, value, phi, return_state=True, **settings
-            )
-        if dtype is not F16:
-            by_state = np.random.default_rng(3).standard_normal(after.kvz.shape).astype(F32)
-            given = State(by_state, -after.log_scale.astype(F32), 0)
-    else:
-        mask = settings["key_mask"] = np.random.default_rng(1).random((2, 1, 150)) < 0.7
-        mask[0, :, :100] = False  # a whole chunk of them
+    if dtype is not F16:
+        by_state = np.random.default_rng(3).standard_normal(after.kvz.shape).astype(F32)
+        given = State(by_state, -after.log_scale.astype(F32), 0)
     arrays = query, key, value, grad, phi
     has_state = by_state is not None
     expected = exact(*arrays, grad_state=by_state, return_state=has_state, **settings)
-    hidden = np.zeros((2, 3, 150), bool) if continues else ~np.broadcast_to(mask, (2, 3, 150))
+    hidden = ~np.broadcast_to(mask, (2, 3, 150))
     key[hidden], value[hidden] = np.nan, np.inf
     found = pull(dtype, *arrays, grad_state=given, **settings)
     agree(found, expected, dtype)
     for x in found[1:3]:
         assert_array_equal(x[hidden], 0)
-    if dtype is F32:
-        assert {"row_cotangents", "pull_weights"} <= set(gpu.launches)
-    elif not continues:
-        assert gpu.launches == KERNELS[is_causal]
-    if continues:
-        assert found[3].dtype == F32
-        assert error(found[3], expected[3]) < max(TOLERANCE[dtype], 2e-2 * (dtype is F16))
-    else:
-        assert found[3] is None
-        if is_causal:
-            assert_array_equal(found[0][0, :, :100], 0)
-
-
-@pytest.mark.parametrize("processors", [1, 4])
-@CAUSAL
-def test_segments_agree(gpu, is_causal, processors):
-    gpu.processors = processors
-    arrays = inputs((1,), 330)
-    found = pull(BF16, *arrays, MAPS["positive"], is_causal=is_causal)
-    agree(found, exact(*arrays, MAPS["positive"], is_causal=is_causal), BF16)
-    # One causal segment has no states to merge.
-    several = processors > 1 or not is_causal
-    assert ("segment_adjoints" in gpu.launches) is several
-
-
-def test_queries_and_keys_of_different_lengths(gpu):
-    arrays = inputs((3,), 70, keys=300)
-    phi = MAPS["positive"]
-    agree(pull(BF16, *arrays, phi), exact(*arrays, phi), BF16)
+    kernel = "causal_gradients" if is_causal else "read_gradients"
+    assert ("pull_weights" if dtype is F32 else kernel) in gpu.launches
+    assert found[3].dtype == F32
+    assert error(found[3], expected[3]) < max(TOLERANCE[dtype], 2e-2 * (dtype is F16))
 
 
 def test_a_state_that_all_heads_share(gpu):
@@ -255,9 +209,8 @@ def test_a_pullback_after_rejected_rows_is_the_generic_codes(gpu):
     output = Device.run(
         lambda *x: linattn.linear_attention_vjp(*x, phi, is_causal=True)[0], query, key, value
     )
-    with linattn.without_backends():
-        wide = (x.astype(float) for x in (query, key, value))
-        assert error(output, linattn.linear_attention(*wide, phi, is_causal=True)) < 5e-3
+    attend = linattn.linear_attention
+    assert error(output, in_float64(attend, query, key, value, phi, is_causal=True)) < 5e-3
     found = pull_by_the_door(gpu, query, key, value, grad, phi)
     agree(found, exact(query, key, value, grad, phi, is_causal=True), F16)
 

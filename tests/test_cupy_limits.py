@@ -121,6 +121,25 @@ def test_threads_that_are_the_first_to_call(on_simulated_driver, tmp_path):
     )
 
 
+def test_a_forked_process_is_told(on_simulated_driver):
+    (said,) = on_simulated_driver(
+        """
+        import os
+        attend = linattn.linear_attention
+        arrays, phi = inputs((2,), 100, 32, "float32"), linattn.feature_maps.EluFeatures()
+        attend(*arrays, phi)
+        if os.fork() == 0:
+            try:
+                attend(*arrays, phi)
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+            os._exit(0)
+        os.wait()
+        """
+    )
+    assert said.startswith("CUDARuntimeError cudaErrorInitializationError")
+
+
 def test_kernels_are_compiled_as_the_tests_compile_them(on_simulated_driver, nvrtc, tmp_path):
     """What NVRTC is given, but for CuPy's own headers and the hash of the backend's."""
     (given,) = on_simulated_driver(

@@ -180,22 +180,6 @@ def test_masked_stretches_see_what_has_decayed_far(name, kind, dtype):
     check(after, phi, (query[:, -1:], key, value), dense[:, -1:], dtype)
 
 
-def test_states_merge_in_their_order():
-    _, key, value = tokens()
-    empty = linattn.init_state(PHI, DIM, batch_shape=(2,), like=key)
-    first, second = (
-        linattn.update_state(empty, key[:, rows], value[:, rows], PHI, log_decay=-0.3)
-        for rows in (slice(0, 20), slice(20, None))
-    )
-    one, other = linattn.merge_states(first, second), linattn.merge_states(second, first)
-    read = [linattn.read_state(key, state, PHI) for state in (one, other)]
-    assert np.abs(read[0] - read[1]).max() > 0.01
-    # Without decay a state is neutral on both sides, as the empty one is.
-    for state in (linattn.merge_states(empty, first), linattn.merge_states(first, empty)):
-        assert_allclose(state.kvz, first.kvz)
-        assert_allclose(state.log_decay, first.log_decay)
-
-
 def test_a_saved_state_has_its_decay(tmp_path):
     _, key, value = tokens()
     for lead in ((), (2,)):

@@ -266,22 +266,6 @@ def test_a_decoder_raises_nothing_of_numpy(name):
         assert "length=5" in repr(decoder)
 
 
-@every_map
-def test_one_step_equals_the_generic_one(name):
-    phi = MAPS[name]
-    query, key, value = tokens(30)
-    key[:, 10:] *= 3
-    fast = slow = linattn.init_state(phi, E, batch_shape=(2,), like=key[:, 0])
-    for t in range(30):
-        token = (query[:, t], key[:, t], value[:, t])
-        out, fast = linattn.decode_step(*token, fast, phi)
-        with linattn.without_backends():
-            want, slow = linattn.decode_step(*token, slow, phi)
-        np.testing.assert_allclose(out, want, rtol=0, atol=1e-12)
-    true = [s.kvz * np.exp(s.log_scale)[..., None] for s in (fast, slow)]
-    np.testing.assert_allclose(true[0], true[1], rtol=1e-11)
-
-
 def test_a_step_does_not_ask_how_its_state_is_stored():
     phi = MAPS["positive"]
     query, key, value = tokens(30)

@@ -32,11 +32,8 @@ from linattn.feature_maps import (
     DenseExponentialFeatures,
     EluFeatures,
     GeneralizedExponentialFeatures,
-    HedgehogFeatures,
     LandmarkFeatures,
-    PolynomialFeatures,
     PositiveFeatures,
-    Reparametrized,
 )
 
 if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
@@ -47,7 +44,9 @@ import ml_dtypes
 
 import linattn_cupy
 from linattn.typing import State
-from tests.attentions import MAKERS, maps
+from tests import test_fuzz_options
+from tests.attentions import DIM as DIM_OF_MAPS
+from tests.every_map import EVERY
 from tests.fake_gpu.log import uncomputed
 
 pytestmark = pytest.mark.fake_gpu
@@ -62,7 +61,7 @@ DTYPES = {
 HALVES = ["float16", "bfloat16"]
 
 # Dims and features of test_cupy_backend.py: kernels of other sizes would be compiled besides.
-LEAD, LENGTH, DIM, VALUE_DIM = (1, 3), 70, 16, 24
+LEAD, LENGTH, DIM, VALUE_DIM = (1, 2), 70, 16, 24
 FAVOR = PositiveFeatures(DIM, num_features=40, rng=0)
 ELU = EluFeatures()
 
@@ -128,48 +127,6 @@ attend(
 )
 attend("full, elu", ELU)
 attend("causal, elu", ELU, is_causal=True, return_state=True)
-attend("full, window", exact_window=16)
-attend("causal, window", is_causal=True, exact_window=16)
-attend("causal, chunks", is_causal=True, chunk_size=48)
-attend("causal, decay", ELU, is_causal=True, log_decay=-0.1)
-
-
-@call
-def stream(x):
-    state = x.state()
-    return linattn.linear_attention(
-        *x.qkv, FAVOR, is_causal=True, initial_state=state, return_state=True
-    )
-
-
-@call
-def shared_keys(x):
-    query, *_ = x.qkv
-    key, value = x.array(1, 1, 70, DIM), x.array(1, 1, 70, VALUE_DIM)
-    grouped = linattn.linear_attention(query[:, :, :70], key, value, FAVOR, is_causal=True)
-    return grouped, linattn.linear_attention(query, key, value, FAVOR)
-
-
-@call
-def moved_axes(x):
-    # (..., N, H, d), as many libraries keep them.
-    arrays = [x.array(1, LENGTH, 3, DIM).transpose(0, 2, 1, 3) for _ in range(3)]
-    return linattn.linear_attention(*arrays, FAVOR, is_causal=True)
-
-
-@call
-def no_tokens(x):
-    query, key, value = x.qkv
-    empty = linattn.linear_attention(query[:, :, :0], key[:, :, :0], value[:, :, :0], FAVOR)
-    return empty, linattn.softmax_attention(query, key[:, :, :0], value[:, :, :0])
-
-
-@call
-def without_backends(x):
-    with linattn.without_backends():
-        return linattn.linear_attention(*x.qkv, FAVOR), linattn.linear_attention(
-            *x.qkv, FAVOR, is_causal=True
-        )
 
 
 def at_precision(precision: str, x: Inputs) -> Any:
@@ -178,14 +135,6 @@ def at_precision(precision: str, x: Inputs) -> Any:
 
 
 CALLS |= {f"precision_{name}": partial(at_precision, name) for name in ("float64", "tf32")}
-
-
-@call
-def softmax_attention(x):
-    return (
-        linattn.softmax_attention(*x.qkv, key_mask=x.mask),
-        linattn.softmax_attention(*x.qkv, is_causal=True),
-    )
 
 
 @call
@@ -218,49 +167,6 @@ def linear_attention_vjp(x):
     full = pulled(linattn.linear_attention_vjp, x, FAVOR, key_mask=x.mask)
     causal = pulled(linattn.linear_attention_vjp, x, FAVOR, is_causal=True)
     return full, causal, pulled(linattn.linear_attention_vjp, x, ELU, is_causal=True)
-
-
-@call
-def linear_attention_vjp_of_states(x):
-    (output, state), pullback = linattn.linear_attention_vjp(
-        *x.qkv, FAVOR, is_causal=True, initial_state=x.state(), return_state=True
-    )
-    return output, state, pullback(output, state.kvz)
-
-
-@call
-def softmax_attention_vjp(x):
-    full = pulled(linattn.softmax_attention_vjp, x, key_mask=x.mask)
-    return full, pulled(linattn.softmax_attention_vjp, x, is_causal=True)
-
-
-@call
-def recurrence(x):
-    query, _, value = x.qkv
-    key, beta = x.array(*LEAD, LENGTH, DIM, scale=0.2), x.make(np.full((*LEAD, LENGTH), 0.5, "f4"))
-    gates = {"log_decay": x.make(np.full((*LEAD, LENGTH), -0.1, "f4"))}
-    gated = linattn.linear_recurrence(query, key, value, update_rule="gated", **gates)
-    gates["beta"] = beta
-    return gated, linattn.linear_recurrence(query, key, value, update_rule="gated_delta", **gates)
-
-
-@call
-def states(x):
-    token, state = x.token[0], x.state()
-    return (
-        [linattn.init_state(phi, 8, batch_shape=LEAD, like=token) for phi in (FAVOR, ELU)],
-        linattn.update_state(state, *x.kv, FAVOR, key_mask=x.mask),
-        linattn.read_state(x.qkv[0], state, FAVOR),
-        linattn.merge_states(state, x.state()),
-    )
-
-
-@call
-def decode_step(x):
-    output, state = linattn.decode_step(*x.token, x.state(), FAVOR)
-    with linattn.without_backends():
-        generic = linattn.decode_step(*x.token, state, FAVOR)
-    return output, linattn.decode_step(*x.token, state, FAVOR), generic
 
 
 @call
@@ -356,27 +262,8 @@ def diagnostics_of_an_output(x):
     )
 
 
-WIDTH = 8
-rows = partial(np.random.default_rng(0).standard_normal)
-MAPS: dict[str, Any] = {
-    **maps(WIDTH, 32, *MAKERS),
-    "positive, heads": PositiveFeatures.from_projection(rows((3, 32, WIDTH))),
-    "positive, weights": PositiveFeatures.from_projection(
-        rows((32, WIDTH)), log_weights=np.linspace(-1, 1, 32)
-    ),
-    "generalized": GeneralizedExponentialFeatures(WIDTH, 32, A=-0.1, rng=0),
-    "dense": DenseExponentialFeatures(
-        WIDTH, 32, A=-0.1 * np.ones(WIDTH), transform=np.eye(WIDTH), rng=0
-    ),
-    "hedgehog": HedgehogFeatures(0.3 * rows((8, WIDTH))),
-    "cosformer": CosformerFeatures(WIDTH, max_length=2 * LENGTH),
-    "polynomial": PolynomialFeatures(WIDTH, 2),
-    "reparametrized": Reparametrized(PositiveFeatures(WIDTH, 32, rng=0), np.ones(WIDTH)),
-}
-
-
 def of_a_map(phi: Any, x: Inputs) -> Any:
-    query, key, value = (array[..., :WIDTH] for array in x.qkv)
+    query, key, value = (array[..., :DIM_OF_MAPS] for array in x.qkv)
     results = [linattn.linear_attention(query, key, value, phi, return_state=True)]
     results.append(linattn.read_state(query, results[0][1], phi))
     if getattr(phi, "causal", True):
@@ -393,10 +280,10 @@ def of_a_map(phi: Any, x: Inputs) -> Any:
     return results
 
 
-GENERIC = ("linear_attention", "softmax", "decode", "without_", "stream", "recurrence", "states")
-CORE = [name for name in CALLS if name.startswith(GENERIC)]
-"""Calls that are tried in all dtypes: what kernels do, and what generic code does on CuPy."""
+CORE = [name for name in CALLS if name.startswith(("linear_attention", "decoder", "precision"))]
+"""Calls that are tried in all dtypes: what kernels do."""
 
+MAPS = EVERY | {"cosformer": CosformerFeatures(DIM_OF_MAPS, max_length=2 * LENGTH)}
 CALLS |= {f"map: {name}": partial(of_a_map, phi) for name, phi in MAPS.items()}
 
 
@@ -444,9 +331,6 @@ BOUNDS = {"float16": 2e-2, "bfloat16": 5e-2, "float32": 2e-4, "float64": 1e-9}
 CHOSEN = {"attention", "attention_of_a_long_sequence", "coreset", "diagnostics_of_an_output"}
 """Calls that choose by comparing numbers, which rounding may decide."""
 
-SCALED = {"linear_attention_vjp_of_states"}
-"""Calls whose results depend on the scale of a state, which backends choose."""
-
 
 def agree(found: Any, wanted: Any, bound: float) -> None:
     if isinstance(found, State):  # a state's scale is its own affair
@@ -479,10 +363,10 @@ def test_every_public_function(recorded, name, dtype):
         wanted = CALLS[name](on_host(dtype))
     assert cupy.cuda.Device().id == 0
     with recorded() as log, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore")
         found = CALLS[name](on_device(device, dtype))
     assert tree(found) == tree(wanted)
-    if name not in CHOSEN | SCALED:
+    if name not in CHOSEN:
         bound = BOUNDS[dtype]
         agree(found, wanted, max(bound, 2e-3) if name == "precision_tf32" else bound)
     assert {array.device.id for array in arrays_of(found)} <= {device}
@@ -491,14 +375,38 @@ def test_every_public_function(recorded, name, dtype):
     assert cupy.cuda.Device().id == 0
 
 
+class WithBfloat16:
+    """The namespace of CuPy, with a dtype more."""
+
+    bfloat16 = ml_dtypes.bfloat16
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_arrays.namespace(cupy.zeros(1)), name)
+
+
+DRAWN = {"linear": 24, "long": 8, "gradient": 16, "unseen": 12, "recurrence": 8}
+DRAWN |= {"softmax": 12, "unseen_exact": 6}
+
+
+@pytest.mark.parametrize(("kind", "seed"), [(k, i) for k, n in DRAWN.items() for i in range(n)])
+def test_options_that_are_drawn(recorded, monkeypatch, kind, seed):
+    """All options of attention together, against the dense formula of float64."""
+    draw, check = test_fuzz_options.KINDS[kind]
+    monkeypatch.setattr(test_fuzz_options, "library", lambda case: WithBfloat16())
+    monkeypatch.setattr(test_fuzz_options, "host", lambda x: cupy.asnumpy(x).astype(np.float64))
+    case = draw(seed)
+    case.library = "cupy"
+    with cupy.cuda.Device(1), recorded() as log, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(case)
+    assert log.of("ERROR", "NOTE") == []
+    assert log.devices <= {1}
+
+
 # Streams, waits, graphs, threads -----------------------------------------------------------------
 
 
-FUSED = [
-    name
-    for name in CALLS
-    if name.startswith("linear_attention ") and "window" not in name and "decay" not in name
-]
+FUSED = [name for name in CALLS if name.startswith("linear_attention ")]
 """Calls that kernels do whole in 16 bits."""
 
 
@@ -534,7 +442,6 @@ QUIET = [
         for d in (*HALVES, "float32")
     ),
 ]
-WIDE = PositiveFeatures(64, num_features=256, rng=0)
 FLOAT32 = ["linear_attention full", "linear_attention causal"]
 """float32 that goes by kernels and cuBLAS."""
 
@@ -558,24 +465,6 @@ def test_a_warm_call_never_waits(recorded, make):
     launches = log.of("LAUNCH", "GEMM", "FILL")
     assert launches
     assert all(f" stream {stream.ptr:#x}" in line for line in launches)
-
-
-@pytest.mark.parametrize(
-    ("phi", "is_causal", "most"),
-    [(WIDE, False, 40), (WIDE, True, 150), (ELU, False, 25), (ELU, True, 60)],
-    ids=["FAVOR+ full", "FAVOR+ causal", "elu full", "elu causal"],
-)
-def test_launches_of_float32(recorded, phi, is_causal, most):
-    """A call of 64 heads of 8,192 tokens: its blocks are long, and few launches do one."""
-    query, key, value = (cupy.empty((4, 16, 8192, 64), np.float32) for _ in range(3))
-    with uncomputed():
-        linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-        with recorded() as log:
-            linattn.linear_attention(query, key, value, phi, is_causal=is_causal)
-    assert log.of("ERROR", "NOTE") == []
-    assert 10 < len(log.of("LAUNCH", "GEMM")) <= most
-    assert len(log.of("ALLOC")) <= 1.5 * most
-    assert log.of("COPY") == []
 
 
 @pytest.mark.parametrize("dtype", HALVES)

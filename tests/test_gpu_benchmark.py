@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -162,56 +161,6 @@ def test_what_time_left_out_is_printed(watched):
     code, said = watched(RUN_ALL.format(""), seconds=0.0)
     assert code == 1
     assert said[0] == "----- 3 of 3 not run: a; b; c"
-
-
-class HostLibrary:
-    """NumPy arrays in the place of CuPy's, and generic code in that of kernels."""
-
-    waits = False
-
-    def __init__(self):
-        self.launches, self.found = [], []
-
-    def array(self, host, dtype):
-        return host.copy()
-
-    def numpy(self, array):
-        return np.asarray(array, np.float64)
-
-    def poison(self, byte):
-        pass
-
-    def findings(self):
-        return self.found
-
-
-@pytest.mark.parametrize(
-    ("changed", "passed"),
-    [
-        ({}, True),
-        ({"relative_error": 2e-5}, False),
-        ({"relative_error": float("nan")}, False),
-        ({"row_error": 2.0}, False),
-        ({"_same": False}, False),
-        ({"found": ["race"]}, False),
-    ],
-)
-def test_lines_of_cases(monkeypatch, capfd, changed, passed):
-    host = HostLibrary()
-    host.found = changed.pop("found", [])
-    for name, result in changed.items():
-        monkeypatch.setattr(parity, name, lambda *pair, result=result: result)
-    monkeypatch.setattr(library, "CupyLibrary", lambda: host)
-    monkeypatch.setattr(library, "register", lambda: False)
-    monkeypatch.setattr(library, "describe", lambda: {"device": "Double"})
-    # No kernel has to run there.
-    case = ALL["float32 favor one key head causal"]
-    assert first_contact._run({case.name: case}, time.time() + 60) == 0
-    device, begun, line = capfd.readouterr().out.splitlines()
-    assert device == "device Double;"
-    assert begun == f"begun {case.name}"
-    assert line.startswith(f"{'ok  ' if passed else 'FAIL'}  {case.name}: output ")
-    assert f"same bits {changed.get('_same', True)}" in line
 
 
 # Times ----------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from linattn import feature_maps
 from linattn.testing import assert_gradient
 from linattn.typing import Features
 from tests.attentions import maps
+from tests.option_draws import Case
+from tests.test_fuzz_options import check_gradient
 
 # Arrays are unpacked into their places, which no type checker can follow.
 linear: Any = linattn.linear_attention
@@ -94,18 +96,6 @@ def test_pullback_is_the_derivative(name, is_causal):
     )
 
 
-@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
-def test_landmarks_hold_their_fit_and_their_assignment():
-    feature_map = _LANDMARKS()
-    assert_gradient(
-        partial(linear, feature_map=feature_map),
-        partial(linear_vjp, feature_map=feature_map),
-        *inputs("landmarks"),
-        step=1e-6,
-        rtol=1e-7,
-    )
-
-
 class DenseLandmarks:
     """Keys in one column each and in columns of probes as well, read by positive features."""
 
@@ -117,8 +107,10 @@ class DenseLandmarks:
         self.key_spec, self.key_features = self.keys.key_spec, self.keys.key_features
 
 
-def test_keys_with_columns_of_probes():
-    feature_map = DenseLandmarks()
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+@pytest.mark.parametrize("make", [_LANDMARKS, DenseLandmarks])
+def test_landmarks_hold_their_fit_and_their_assignment(make):
+    feature_map = make()
     assert_gradient(
         partial(linear, feature_map=feature_map),
         partial(linear_vjp, feature_map=feature_map),
@@ -169,14 +161,15 @@ def test_sub_blocks_without_keys_or_rows_ask_for_nothing(xp, feature_map, first)
         assert_array_equal(np.isfinite(array), True)
 
 
-def test_a_state_that_has_seen_nothing_asks_for_nothing():
-    arrays = inputs("positive", length=9, others=9)
-    mask = np.zeros(9, bool)
-    (output, state), pullback = linear_vjp(
-        *arrays, MAPS["positive"], key_mask=mask, return_state=True
-    )
-    for gradient in pullback(np.ones_like(output), np.ones_like(state.kvz)):
-        np.testing.assert_array_equal(gradient, 0)
+@pytest.mark.usefixtures("numpy_path")
+def test_heads_that_share_keys_need_not_share_a_scale():
+    """The weights of one head are far above the largest of another."""
+    tokens = np.random.default_rng(0).standard_normal((3, 2, 12, DIM))
+    tokens[0, 0] *= 1000
+    query, key, value = tokens.astype(np.float32).astype(float)
+    shared = key[:1], value[:1]
+    case = Case(0, "linear", query, *shared, MAPS["positive"], {}, "float32")
+    assert check_gradient(case) == "compared"
 
 
 def test_relu_queries_with_zero_denominator_have_gradient_zero(xp_any_shape):

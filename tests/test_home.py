@@ -438,11 +438,11 @@ def test_exact_attention_of_any_strides(axes):
 
 
 @pytest.mark.parametrize("hidden", [np.nan, np.inf])
-def test_what_torchs_operator_would_get_wrong_is_numpys(hidden):
+@pytest.mark.parametrize("side", [1, 2], ids=["key", "value"])
+def test_what_torchs_operator_would_get_wrong_is_numpys(side, hidden):
     torch = pytest.importorskip("torch")
-    query, key, value = arrays("float64")
-    for array in (key, value):
-        array[..., LENGTH // 2 :, :] = hidden
+    query, key, value = tokens = arrays("float64")
+    tokens[side][..., LENGTH // 2 :, :] = hidden
     want = linattn.softmax_attention(query, key, value, is_causal=True)
     given = list(map(torch.from_numpy, (query, key, value)))
     got = linattn.softmax_attention(*given, is_causal=True)

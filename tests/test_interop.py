@@ -11,7 +11,9 @@ import pytest
 
 import linattn
 from linattn import feature_maps
+from tests import option_draws
 from tests.attentions import maps
+from tests.test_fuzz_options import called
 
 pytestmark = pytest.mark.frameworks
 
@@ -198,15 +200,17 @@ def test_jax_maps_pullbacks_over_batches(jax):
 @pytest.mark.parametrize("kind", ["linear", "softmax"])
 def test_jax_takes_the_arrays_of_numpy(jax, kind):
     interop, (arrays, grad, mask) = load("jax"), inputs()
-    options = (MAPS["positive"],) if kind == "linear" else ()
+    options: dict[str, Any] = {"key_mask": mask}
+    if kind == "linear":
+        options["feature_map"] = MAPS["positive"]
+    else:
+        options |= {"window_bias": np.arange(3.0), "far_bias": (np.asarray(-0.5), np.asarray(0.5))}
     function = getattr(interop, f"{kind}_attention")
-    pullback = {"linear": linear_vjp, "softmax": softmax_vjp}[kind](
-        *arrays, *options, key_mask=mask
-    )
+    pullback = {"linear": linear_vjp, "softmax": softmax_vjp}[kind](*arrays, **options)
     expected = pullback[1](grad)
 
     def attend(*points):
-        return function(*points, *options, key_mask=mask)
+        return function(*points, **options)
 
     assert isinstance(attend(*arrays), jax.Array)
     agree([attend(*arrays)], pullback[:1])
@@ -364,6 +368,51 @@ def test_the_backward_pass_is_done_in_the_precision_of_the_forward_pass(torch, j
     gradients = jax.jit(jax.grad(lambda *qkv: loss("jax", rows[0], *qkv), argnums=(0, 1, 2)))(*rows)
     assert all(tensor.grad.dtype == torch.float32 for tensor in tensors)
     agree(gradients, [tensor.grad.numpy() for tensor in tensors], 1e-6)
+
+
+def flat(results):
+    """List what a call returns: arrays, and what states know of themselves."""
+    if not isinstance(results, tuple | list):
+        return [results]
+    return [x for each in results for x in flat(each)]
+
+
+DRAWN: dict[str, Any] = {
+    "linear_attention": option_draws.draw_linear,
+    "softmax_attention": option_draws.draw_softmax,
+    "linear_recurrence": option_draws.draw_recurrence,
+}
+
+
+@pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_calls_of_torch_are_the_plain_ones(torch, name):
+    """Results, and their shapes, which torch asks for before it has them."""
+    function, count = getattr(load("torch"), name), 0
+    known = inspect.signature(function).parameters
+    for seed in range(100):
+        case = DRAWN[name](seed)
+        # States of a map of others may be on other scales.
+        is_own = type(case.feature_map).__name__ == "OwnFeatures"
+        is_known = (case.options | case.returns).keys() <= known.keys()
+        is_narrow, refused = case.dtype in option_draws.NARROW, option_draws.refusals(case)
+        if is_own or is_narrow or refused or not is_known:
+            continue
+        results, count = [], count + 1
+        for case.library, each in (("numpy", getattr(linattn, name)), ("torch", function)):
+            results.append(flat(called(case, each, **case.returns)))
+        with torch._subclasses.FakeTensorMode():
+            fake = flat(called(case, function, **case.returns))
+        tolerance = 1e-8 if case.dtype == "float64" else 1e-3
+        for want, got, promised in zip(*results, fake, strict=True):
+            if not hasattr(want, "dtype"):
+                assert got == promised == want, case
+                continue
+            assert got.shape == promised.shape, case
+            assert str(got.dtype) == str(promised.dtype) == f"torch.{want.dtype}", case
+            atol = tolerance * np.abs(want[np.isfinite(want)]).max(initial=0)
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=atol, err_msg=repr(case))
+    assert count > 15
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])

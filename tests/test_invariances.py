@@ -54,17 +54,6 @@ def test_attention_to_a_tolerance_ignores_later_tokens(monkeypatch):
 
 
 @every_attention
-def test_permuted_keys(attend):
-    if attend.is_causal:
-        attend = Attention(attend.name, attend.feature_map, False)
-    query, key, value = tokens(length=40)
-    order = np.random.default_rng(0).permutation(40)
-    mask = np.arange(40) % 5 > 0
-    out = attend(query, key[:, order], value[:, order], key_mask=mask[order])
-    attend.check(out, query, key, value, tolerance=1e-5, key_mask=mask)
-
-
-@every_attention
 def test_permuted_batch(attend):
     arrays = tokens(lead=(5, 2), length=30)
     order = np.array([3, 1, 4, 0, 2])

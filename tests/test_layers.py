@@ -364,6 +364,43 @@ def test_each_layer_may_have_its_attention():
     assert_allclose(found, x, rtol=1e-12)
 
 
+@pytest.mark.parametrize("size", [DIM // HEADS, DIM])
+def test_norms_of_heads_have_their_eps(size):
+    """They undo a factor on queries and keys, if eps has its square."""
+    params = normal(layers.init_multi_head_attention(rng(), DIM, HEADS, dtype=np.float64))
+    params |= {f"{side}_norm.weight": rng(3).random(size) for side in "qk"}
+    x, factors = rng(1).standard_normal((5, DIM)), np.repeat([10.0, 10.0, 1.0], DIM)
+    larger = params | {
+        "in_proj_weight": factors[:, None] * params["in_proj_weight"],
+        "in_proj_bias": factors * params["in_proj_bias"],
+    }
+    found = layers.multi_head_attention(larger, x, num_heads=HEADS, eps=50.0)
+    wanted, other = (
+        layers.multi_head_attention(params, x, num_heads=HEADS, eps=eps) for eps in (0.5, 50.0)
+    )
+    assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    assert np.abs(found - other).max() > 1e-6
+
+
+def test_a_decoder_layer_is_its_sublayers_with_its_options():
+    """Norms of heads too, in attention to a memory as in attention to itself."""
+    kind: Any = {"has_memory": True, "qk_norm": True, "dtype": np.float64}
+    params = normal(layers.init_decoder_layer(rng(), DIM, HEADS, **kind))
+    (x, memory), options = rng(2).standard_normal((2, 3, DIM)), {"num_heads": HEADS, "eps": 0.5}
+    found, wanted = layers.decoder_layer(params, x, memory, **options), x
+    for i, (prefix, *more) in enumerate((("self_attn.",), ("multihead_attn.", memory), ("",)), 1):
+        own = {n.removeprefix(prefix): p for n, p in params.items() if n.startswith(prefix)}
+        if prefix:
+            kind = options | {"is_causal": not more}
+            wanted = wanted + layers.multi_head_attention(own, wanted, *more, **kind)
+        else:
+            own = {n: p for n, p in own.items() if n.startswith("linear")}
+            wanted = wanted + layers.feed_forward(own, wanted)
+        norm = {name: params[f"norm{i}.{name}"] for name in ("weight", "bias")}
+        wanted = layers.layer_norm(norm, wanted, eps=0.5)
+    assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_each_layer_may_have_its_positions():
     params = normal(layers.init_encoder(rng(), 2, DIM, HEADS, dtype=np.float64))
     places = [layers.Rotary(), layers.Rotary(base=7.0, interleaved=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,72 +12,16 @@ import pytest
 
 import linattn
 from tests.attentions import (
-    CHUNK,
     HEADS,
     LENGTH,
     PHI,
     every_attention,
-    every_map,
-    filled_state,
     in_library,
     some_attentions,
     state_of,
     tokens,
 )
 from tests.entries import CPU, DEVICE1, on_device, saying, word
-
-DECAY = -0.3
-PADDING = {
-    "right": np.array([True] * 4 + [False] * 2),
-    "left": np.array([False] * 2 + [True] * 4),
-    "both": np.array([False] + [True] * 4 + [False]),
-}
-
-
-def padded(xp, side, dtype="float32"):
-    """Tokens without padding, and the same padded by NaN, with a mask for all heads."""
-    mask, short = PADDING[side], tokens(length=4, dtype=dtype)
-    long = [np.full((*a.shape[:-2], LENGTH, a.shape[-1]), np.nan, a.dtype) for a in short]
-    for array, few in zip(long, short, strict=True):
-        array[..., mask, :] = few
-    long[0][..., ~mask, :] = 0
-    return in_library(xp, short), in_library(xp, long), mask
-
-
-def decayed(arrays, **options) -> Any:
-    attend: Any = linattn.linear_attention
-    return attend(*arrays, PHI, is_causal=True, return_state=True, chunk_size=CHUNK, **options)
-
-
-def dense_state(xp, state):
-    return xp.numpy(state.kvz) * np.exp(xp.numpy(state.log_scale))[..., None]
-
-
-@pytest.mark.parametrize(
-    ("side", "through"),
-    [("right", "lengths"), *itertools.product(PADDING, ["mask", "update_state"])],
-)
-def test_no_decay_behind_a_mask_is_the_sequence_without_padding(xp, side, through):
-    short, long, mask = padded(xp, side)
-    options = {"key_mask": xp.array(mask), "log_decay": xp.array(np.where(mask, DECAY, 0)[None])}
-    _, seen = decayed(short, log_decay=DECAY)
-    if through == "lengths":
-        options.pop("key_mask")
-        options["key_lengths"] = 4
-    if through == "update_state":
-        empty = state_of(PHI, like=short[1], batch_shape=(HEADS,))
-        update: Any = linattn.update_state
-        seen = update(empty, *short[1:], PHI, log_decay=DECAY)
-        state = update(empty, *long[1:], PHI, **options)
-    else:
-        out, state = decayed(long, **options)
-        wanted, _ = decayed(short, log_decay=DECAY)
-        # To the last bit where blocks begin at one token, and sums have one order.
-        exact = side == "right" and xp.name.startswith("numpy")
-        rtol, atol = (0.0, 0.0) if exact else (2e-6, 1e-6)
-        found = xp.numpy(out)[..., mask, :]
-        np.testing.assert_allclose(found, xp.numpy(wanted), rtol=rtol, atol=atol)
-    np.testing.assert_allclose(dense_state(xp, state), dense_state(xp, seen), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -93,22 +36,6 @@ def test_a_masked_key_is_not_the_largest_whatever_the_others(xp, is_causal):
     means = np.cumsum(mask[:, None] * value, axis=-2) / np.cumsum(mask)[:, None]
     want = means if is_causal else np.broadcast_to(means[:, -1:], means.shape)
     np.testing.assert_allclose(xp.numpy(out), want, rtol=1e-12)
-
-
-@every_map
-def test_state_of_length_zero_is_the_identity(feature_map):
-    query, key, value = tokens()
-    mask = np.arange(LENGTH) < np.array([0, LENGTH])[:, None]
-    empty = state_of(feature_map, like=query, batch_shape=(HEADS,))
-    state = linattn.update_state(empty, key, value, feature_map, key_mask=mask)
-    np.testing.assert_array_equal(state.kvz[0], empty.kvz[0])
-    np.testing.assert_array_equal(state.log_scale[0], -np.inf)
-    assert state.length == LENGTH
-    other = filled_state(feature_map)
-    merged = linattn.merge_states(state, other)
-    np.testing.assert_array_equal(merged.kvz[0], other.kvz[0])
-    np.testing.assert_array_equal(merged.log_scale[0], other.log_scale[0])
-    np.testing.assert_array_equal(linattn.read_state(query, state, feature_map)[0], 0)
 
 
 MASK = np.array([[True, False, True, True, False, True], [False, True, True, True, True, True]])

@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 import linattn
 from linattn.reference import recurrence
 from linattn_numpy import limits, recurrence_chunks, tuning
+from tests import test_recurrences
 
 KINDS = ["linear", "gated", "gated-channels", "delta", "gated_delta", "gated_delta-channels"]
 RTOL = {"float64": 1e-11, "float32": 5e-6}
@@ -20,20 +21,12 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
 
 
-def problem(kind, *, length=150, lead=(3,), dim=32, seed=0, dtype="float64"):
-    """Random arguments with keys of norm 1 and weak decays, and the name of the rule."""
+def problem(kind, *, length=150, lead=(3,), dim=32, dtype="float64"):
+    """Random arguments with weak decays, and the name of the rule."""
     rule, _, channels = kind.partition("-")
-    rng = np.random.default_rng(seed)
-    shape = (*lead, length, dim)
-    a = {name: rng.standard_normal(shape) for name in ("query", "key")}
-    a["key"] /= np.linalg.norm(a["key"], axis=-1, keepdims=True)
-    a["value"] = rng.standard_normal((*lead, length, 5))
-    a["initial_state"] = rng.standard_normal((*lead, dim, 5))
-    if "gated" in rule:
-        a["log_decay"] = -0.1 * rng.exponential(size=shape if channels else shape[:-1])
-    if "delta" in rule:
-        a["beta"] = 2 * rng.random(shape[:-1])
-    return {name: array.astype(dtype) for name, array in a.items()}, rule
+    sizes = {"length": length, "lead": lead, "dim": dim, "value_dim": 5, "decay": 0.1}
+    arguments = test_recurrences.problem(rule, bool(channels), **sizes)
+    return {name: array.astype(dtype) for name, array in arguments.items()}, rule
 
 
 def assert_as_loop(arguments, rule, **options):

@@ -271,18 +271,3 @@ def test_lengths_of_packed_sequences_are_their_borders(lengths):
         call(**options)
         with pytest.raises(ValueError, match=saying("key_lengths must be None", "key_mask")):
             call(**options, key_lengths=lengths)
-
-
-@pytest.mark.parametrize("borders", [[0, 2, 12], [0, 10, 12], [0, 1, 11, 11, 12]])
-def test_a_packed_state_has_the_length_of_the_longest(borders):
-    query, key, value = np.random.default_rng(0).standard_normal((3, 12, 4))
-    phi = EluFeatures(4)
-    for before in (None, 7):
-        given: Any = {}
-        if before is not None:
-            state = linattn.init_state(phi, 4, batch_shape=(len(borders) - 1,), like=key)
-            given["initial_state"] = state._replace(length=before, num_sequences=None)
-        state = linattn.linear_attention(
-            query, key, value, phi, cu_seqlens=borders, return_state=True, **given
-        )[1]
-        assert state.length == 10 + (before or 0)

@@ -8,11 +8,7 @@ import pytest
 import linattn
 from linattn.feature_maps import (
     ActivationFeatures,
-    EluFeatures,
-    HyperbolicFeatures,
     PositiveFeatures,
-    ReluFeatures,
-    TrigonometricFeatures,
 )
 from tests.attentions import (
     DIM,
@@ -22,31 +18,6 @@ from tests.attentions import (
     state_of,
     tokens,
 )
-
-
-def single_feature_maps():
-    return {
-        "positive": PositiveFeatures(1, 1, rng=0),
-        "hyperbolic": HyperbolicFeatures(1, 2, rng=0),
-        "trigonometric": TrigonometricFeatures(1, 2, rng=0),
-        "activation": ActivationFeatures(1, 1, rng=0),
-        "elu": EluFeatures(1),
-        "relu": ReluFeatures(1),
-        "softmax": None,
-    }
-
-
-@pytest.mark.parametrize("name", single_feature_maps())
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("length", [1, 3])
-def test_sizes_of_one_are_not_squeezed(name, is_causal, lead, length):
-    attend = Attention(name, single_feature_maps()[name], is_causal)
-    query, key, value = tokens(lead=lead, length=length, dim=1, value_dim=1)
-    query, key = np.abs(query), np.abs(key)
-    out = attend(query, key, value)
-    assert out.shape == (*lead, length, 1)
-    attend.check(out, query, key, value, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])

@@ -24,6 +24,7 @@ interop: Any = pytest.importorskip("linattn.interop.torch", reason="torch is not
 
 plain: Any = linattn.linear_attention
 PHI = feature_maps.PositiveFeatures(4, 16, rng=0)
+RELU = feature_maps.ReluFeatures()
 generator = torch.Generator().manual_seed(0)
 QKV = list(torch.randn(3, 2, 9, 4, dtype=torch.float64, generator=generator) / 2)
 GATE, BETA = torch.rand(2, 2, 9, dtype=torch.float64, generator=generator)
@@ -45,7 +46,12 @@ def _recurrence(rule: str) -> Any:
             gates["log_decay"] = -GATE[:, :length].to(**like)
         if "delta" in rule:
             gates["beta"] = BETA[:, :length].to(**like)
-        return interop.linear_recurrence(*qkv, update_rule=rule, **gates)
+        if rule == "gated":
+            # A last token is left, after which there is no state.
+            gates["return_states_every"] = 4
+        answer = interop.linear_recurrence(*qkv, update_rule=rule, **gates)
+        output, states = answer if rule == "gated" else (answer, [])
+        return output + sum(state.sum().to(output.dtype) for state in states)
 
     return attend
 
@@ -381,6 +387,23 @@ def test_an_eager_call_is_the_plain_one(name):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     few = [leaf[:1, :3].detach().requires_grad_() for leaf in leaves]
     assert torch.autograd.gradgradcheck(CALLS[name], few, fast_mode=True)
+
+
+def test_second_derivatives_by_a_state_of_features_that_no_key_has():
+    """Their scale is -inf, and less itself it is no number."""
+    query, key, value = (array.clone() for array in QKV)
+    key[..., 0] = -1
+
+    def twice() -> Any:
+        leaves = [array.clone().requires_grad_() for array in (query, key, value)]
+        output, state = plain(*leaves, RELU, is_causal=True, return_state=True)
+        sums = state.kvz * state.log_scale.exp()[..., None]
+        first = torch.autograd.grad((output**2).sum() + (sums**2).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum((x**2).sum() for x in first), leaves)
+
+    with linattn.without_backends():
+        want = twice()
+    agree(twice(), want)
 
 
 @pytest.mark.filterwarnings("error")

@@ -248,10 +248,14 @@ class Work(NamedTuple):
         spec = self.parameters
         return [spec.projection, spec.col, *unit_strides(heads, spec.lead)]
 
-    def sizes(self) -> list[Any]:
+    def dims(self) -> list[Any]:
         """head_dim, value_dim, features."""
         dims = (self.query.shape[-1], self.value.shape[-1], self.problem.num_features)
         return [np.int32(x) for x in dims]
+
+    def sizes(self, heads: Heads, segments: Segments) -> list[Any]:
+        """Return SIZES of the kernels."""
+        return [*heads.args, *segments.args, *self.dims(), self.curvature()]
 
     def curvature(self) -> Any:
         """Curvature of the map."""
@@ -372,10 +376,7 @@ def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
             *view(heads, work.value),
             *view(heads, work.mask),
             *work.spec_args(heads),
-            *heads.args,
-            *segments.args,
-            *work.sizes(),
-            work.curvature(),
+            *work.sizes(heads, segments),
             kvz,
             shifts,
         ]
@@ -383,13 +384,6 @@ def _states(work: Work, segments: Segments) -> tuple[Array, Array]:
         shared = work.variant.shared(CAUSAL_TILE, keys=True, queries=False)
         work.launch("segment_states", blocks, CAUSAL_TILE, args, shared)
     return kvz, shifts
-
-
-def scan(
-    work: Work, initial: State | None, states: tuple[Array, Array], after: tuple[Array, Array]
-) -> None:
-    """Merge states, in order, after an initial one; the last state goes to ``after``."""
-    _scan(work, initial, states, (1, states[1].shape[1]), (None, None), after)
 
 
 def scan_segments(
@@ -401,20 +395,24 @@ def scan_segments(
 ) -> SegmentStates:
     """Merge the states of parts into those before the segments; the last one goes to ``after``."""
     before = work.new_states(work.state_heads.total, cut.segments.number)
-    _scan(work, initial, states, (cut.segments.number, cut.parts_per_segment), before, after)
+    scan(work, initial, states, after, (cut.segments.number, cut.parts_per_segment), before)
     return SegmentStates(*before, cut)
 
 
-def _scan(
+def scan(
     work: Work,
     initial: State | None,
     states: tuple[Array, Array],
-    segments: tuple[int, int],
-    before: tuple[Any, Any],
     after: tuple[Any, Any],
+    segments: tuple[int, int] | None = None,
+    before: tuple[Any, Any] = (None, None),
 ) -> None:
-    """Launch ``scan_states``; ``segments``: how many there are, and how many states are of each."""
+    """Merge states, in order, after an initial one; the last state goes to ``after``.
+
+    ``segments``: how many get the state before them, and how many states are of each.
+    """
     heads, m = work.state_heads, work.problem.num_features
+    segments = segments or (1, states[1].shape[1])
     args = [
         *states,
         np.int32(states[1].shape[1]),
@@ -463,10 +461,7 @@ def _full_rows(work: Work, state: tuple[Array, Array]) -> tuple[Array, Array | N
         *work.spec_args(heads),
         *state,
         *unit_strides(heads, problem.state_lead),
-        *heads.args,
-        *segments.args,
-        *work.sizes(),
-        work.curvature(),
+        *work.sizes(heads, segments),
         output,
         norms,
     ]
@@ -524,10 +519,7 @@ def _causal_rows(work: Work, before: SegmentStates) -> Forward:
         *work.spec_args(heads),
         *(before.kvz, before.shifts),
         *unit_strides(heads, problem.state_lead),
-        *heads.args,
-        *before.cut.segments.args,
-        *work.sizes(),
-        work.curvature(),
+        *work.sizes(heads, before.cut.segments),
         *(output, norms),
         *after,
         flags,

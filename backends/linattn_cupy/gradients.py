@@ -92,7 +92,7 @@ class _Pull:
             *(output, norms),
             *self.heads.args,
             *(np.int64(length), np.int64(total)),
-            *work.sizes()[:2],
+            *work.dims()[:2],
             work.curvature(),
             *(rows, scalars),
         ]
@@ -131,7 +131,7 @@ class _Pull:
                 *self.heads.args,
                 *segments.args,
                 np.int32(needed),
-                *work.sizes(),
+                *work.dims(),
                 *(kvz, shifts),
             ]
             blocks = self.heads.total * needed
@@ -155,10 +155,7 @@ class _Pull:
             *(side.rows, side.scalars),
             *work.spec_args(heads),
             *state,
-            *heads.args,
-            *segments.args,
-            *work.sizes(),
-            work.curvature(),
+            *work.sizes(heads, segments),
             *out.args,
             flags,
         ]
@@ -179,10 +176,7 @@ class _Pull:
             *(queries.rows, queries.scalars, keys.rows),
             *work.spec_args(heads),
             *(states.kvz, states.shifts),
-            *heads.args,
-            *states.cut.segments.args,
-            *work.sizes(),
-            work.curvature(),
+            *work.sizes(heads, states.cut.segments),
             *out.args,
             flags,
         ]

@@ -11,13 +11,7 @@ from linattn.typing import Array, Spec
 from linattn_cupy import device
 from linattn_cupy.device import cupy
 from linattn_cupy.layout import Heads, is_uniform, view
-from linattn_cupy.parameters import (
-    FAMILIES,
-    Parameters,
-    family_of,
-    num_features_of,
-    parameters_of,
-)
+from linattn_cupy.parameters import FAMILIES, Parameters, family_of, num_features_of, parameters_of
 from linattn_cupy.products import multiply
 
 WARPS = 8

@@ -161,10 +161,7 @@ def _pull_back(problem: Problem, states: list[StateArrays], cotangent: Cotangent
         cupy.empty((heads.total, *shape), "float32")
         for shape in ((length, d), (size, d), (size, e))
     )
-    adjoint, fine = (
-        cupy.zeros((heads.total, m, width), "float32"),
-        cupy.full((1,), 1, "int32"),
-    )
+    adjoint, fine = (cupy.zeros((heads.total, m, width), "float32"), cupy.full((1,), 1, "int32"))
     grads = HeadRows(cotangent.output, heads)
     pull = Pullback(work, grads, adjoint, query, key, value, fine)
     with products_of(problem):
@@ -203,11 +200,7 @@ def _causal(
 
 
 def _pull_block(
-    problem: Problem,
-    pull: Pullback,
-    block: Block,
-    before: StateArrays,
-    grad_state: State | None,
+    problem: Problem, pull: Pullback, block: Block, before: StateArrays, grad_state: State | None
 ) -> None:
     """Pull back a causal block after the state before it."""
     work, rows, tile = pull.work, block.rows, block.tile

@@ -16,9 +16,7 @@ from linattn.typing import Array, Exponential, Partial, Problem, Spec, State, To
 from linattn_cupy import device, products
 from linattn_cupy.device import cupy
 from linattn_cupy.layout import Segments, heads_of, unit_strides, view
-from linattn_cupy.parameters import (
-    family_of,
-)
+from linattn_cupy.parameters import family_of
 from linattn_cupy.planning import Block, blocks_of, causal_blocks, gradient_blocks, tokens_of
 from linattn_cupy.products import multiply
 from linattn_cupy.rows import (

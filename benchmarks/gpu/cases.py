@@ -50,8 +50,10 @@ class Case:
         Whether a second call continues from the state of the first half of the keys.
     all_outputs : bool
         Whether the state and the log normalizer are asked for.
-    window, decayed : bool
-        Whether near keys are weighed exactly, and whether weights decay with the distance.
+    window : int
+        Tokens of a window of keys that are weighed exactly; 0 for none.
+    decay : float
+        Weights decay by exp of at most minus this from token to token; 0 for none.
     hard : str
         "jump": keys of vanishing weight, then usual ones, so that rows are computed again. "nan":
         NaN in one key, which no earlier row may see. "blind": the first keys are masked, so that
@@ -76,14 +78,14 @@ class Case:
     masked: bool = False
     continued: bool = False
     all_outputs: bool = False
-    window: bool = False
-    decayed: bool = False
+    window: int = 0
+    decay: float = 0.0
     hard: str = ""
 
     @property
     def bound(self) -> float:
-        """Largest error that passes; gradients round the forward pass too."""
-        return (2 if self.operation == "gradient" else 1) * BOUNDS[self.dtype]
+        """Largest error that passes; gradients and strong decays round twice."""
+        return (2 if self.operation == "gradient" or self.decay > 1 else 1) * BOUNDS[self.dtype]
 
     @property
     def row_bound(self) -> float:
@@ -150,9 +152,9 @@ def _variations(feature_map: str, dtype: str) -> Iterator[Case]:
         for is_causal in (False, True):
             yield _case(feature_map, dtype, "graph", operation="graph", is_causal=is_causal)
     else:
-        yield _case(feature_map, dtype, "decayed", is_causal=True, decayed=True)
+        yield _case(feature_map, dtype, "decayed", is_causal=True, decay=0.1)
     if dtype in ("float32", "tf32") and feature_map == "favor":
-        yield _case(feature_map, dtype, "window", is_causal=True, window=True, masked=True)
+        yield _case(feature_map, dtype, "window", is_causal=True, window=64, masked=True)
         for is_causal in (False, True):
             softmax = {"operation": "softmax", "masked": True}
             yield _case(feature_map, dtype, "softmax", is_causal=is_causal, **softmax)
@@ -220,32 +222,53 @@ def telling_first() -> list[Case]:
 
 
 def drawn(seed: int) -> Case:
-    """Return a case of any shape that kernels take."""
+    """Return a case of any shape and with any options that kernels take together."""
     rng = np.random.default_rng(seed)
 
     def pick(*options: Any) -> Any:
         return options[rng.integers(len(options))]
 
-    kind = pick("plain", "gradient", "masked", "continued", "one_key_head", "moved_axes")
-    length = int(rng.integers(1, 200))
+    is_causal, length = pick(False, True), int(rng.integers(1, 200))
     case = Case(
         name=f"seed {seed}",
         feature_map=pick(*MAPS),
         dtype=pick("float16", "bfloat16", "float32"),
-        is_causal=pick(False, True),
+        operation=pick("attention", "attention", "attention", "gradient", "decode_step", "decoder"),
+        is_causal=is_causal,
         lead=pick((1,), (2,), (2, 1, 2)),
-        queries=length,
+        queries=length if is_causal else int(rng.integers(1, 200)),
         keys=length,
         dim=pick(8, 16, 24, 40, 48, 64, 96, 128),
         features=pick(2, 6, 16, 40, 64, 100, 130, 200, 256),
         value_dim=pick(8, 16, 40, 64, 72, 128, 200),
+        moved_axes=pick(False, False, True),
+        one_key_head=pick(False, False, True),
     )
-    if kind == "gradient":
+    if case.operation in STEPS:
+        return replace(case, queries=150, keys=150, is_causal=False, one_key_head=False)
+    per_head = case.feature_map == "favor" and not case.one_key_head and pick(False, True)
+    masked = pick(False, True)
+    case = replace(case, per_head=per_head, masked=masked, hard=pick("", "blind") if masked else "")
+    if case.operation == "gradient":
         # Tokens of few dims often share no feature of ReLU, which generic code pulls back.
-        return replace(case, operation="gradient", dim=max(48, case.dim))
-    if kind == "continued":
-        return replace(case, continued=True, queries=length + 2, keys=length + 2)
-    return case if kind == "plain" else replace(case, **{kind: True})  # type: ignore[arg-type]
+        # Gradients by few keys are sums that cancel, by one key nothing but rounding.
+        return _longer(replace(case, dim=max(48, case.dim), hard=""), 40)
+    case = _longer(replace(case, all_outputs=pick(False, True), continued=pick(False, True)), 2)
+    kind = pick("", "decay", "window", "softmax")
+    if not kind or case.dtype != "float32" or case.one_key_head:
+        return case
+    if kind == "softmax":
+        return replace(case, operation="softmax", continued=False, per_head=False)
+    if kind == "decay":
+        return replace(case, is_causal=True, queries=case.keys, decay=pick(0.1, 2.0, 20.0))
+    known = case.feature_map if case.feature_map in ("favor", "hyperbolic") else "favor"
+    case = replace(case, is_causal=True, queries=case.keys, continued=False, feature_map=known)
+    case = replace(case, window=pick(32, 64))
+    return _longer(case, case.window)
+
+
+def _longer(case: Case, by: int) -> Case:
+    return replace(case, queries=case.queries + by, keys=case.keys + by)
 
 
 def small(case: Case) -> Case:

@@ -115,9 +115,9 @@ def gradients(
     )
 
 
-def state(formula: Formula, key: Floats, value: Floats, kept: Floats) -> Floats:
-    """Return the sum of f(k) [v, 1] over the keys that are kept, (..., m, e + 1)."""
-    features = np.where(kept[..., None], np.exp(formula.logs(key)), 0)
+def state(formula: Formula, key: Floats, value: Floats, weights: Floats) -> Floats:
+    """Return the sum of f(k) [v, 1] over the keys, times their weights, (..., m, e + 1)."""
+    features = weights[..., None] * np.exp(formula.logs(key))
     ones = np.ones((*value.shape[:-1], 1))
     sums: Floats = np.swapaxes(features, -1, -2) @ np.concatenate([value, ones], -1)
     return sums

@@ -17,13 +17,7 @@ from benchmarks.gpu.paths import IS_FAKE, ROOT
 from linattn import _dispatch
 from linattn.typing import Declined
 
-__all__ = [
-    "GENERIC",
-    "CupyLibrary",
-    "describe",
-    "host_dtype",
-    "register",
-]
+__all__ = ["GENERIC", "CupyLibrary", "describe", "host_dtype", "register"]
 
 
 GENERIC = "generic code after kernels"

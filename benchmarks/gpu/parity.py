@@ -21,14 +21,7 @@ from benchmarks.gpu.cases import STEPS, Case
 from benchmarks.gpu.library import GENERIC, CupyLibrary, host_dtype
 from linattn.feature_maps import EluFeatures, HyperbolicFeatures, PositiveFeatures, ReluFeatures
 
-__all__ = [
-    "call_of",
-    "check",
-    "feature_map_of",
-    "host_inputs",
-    "relative_error",
-    "row_error",
-]
+__all__ = ["call_of", "check", "feature_map_of", "host_inputs", "relative_error", "row_error"]
 
 POISONS = (0xFF, 0)
 """Bytes in free memory before each run: NaN in every dtype, then zeros."""
@@ -36,9 +29,6 @@ POISONS = (0xFF, 0)
 NUM_STEPS = 20
 PRIMED = 100
 """Tokens in the state before steps."""
-
-WINDOW, DECAY = 64, -0.05
-"""Tokens of an exact window, and the log of what a weight decays by from token to token."""
 
 LARGE_COORDINATE = 50.0
 """Coordinates of keys whose log weights are about -1e4."""
@@ -58,6 +48,7 @@ class Inputs(NamedTuple):
     value: Any
     gradient: Any
     mask: Any
+    decay: Any
 
 
 def feature_map_of(name: str, dim: int, features: int) -> Any:
@@ -151,7 +142,7 @@ def call_of(library: CupyLibrary, case: Case) -> Callable[[], Results]:
 
 
 def _on_device(library: CupyLibrary, case: Case, array: Any) -> Any:
-    if array is None or not case.moved_axes or array.dtype == bool:
+    if array is None or not case.moved_axes or array.ndim < len(case.lead) + 2:
         return None if array is None else library.array(array, case.dtype)
     return library.array(array.swapaxes(-2, -3), case.dtype).swapaxes(-2, -3)
 
@@ -179,10 +170,13 @@ def host_inputs(case: Case) -> Inputs:
             mask[..., :BLIND] = False
         hidden = ~np.broadcast_to(mask, key.shape[:-1])
         key[hidden], value[hidden] = np.nan, np.nan
+    decay = None
+    if case.decay:
+        decay = (-case.decay * rng.random((*lead, case.keys))).astype(np.float32)
     arrays = [a.astype(host_dtype(case.dtype)) for a in (query, key, value, gradient)]
     if case.distinct:
         arrays = [np.resize(a, (*case.lead, *a.shape[1:])) for a in arrays]
-    return Inputs(arrays[0], arrays[1], arrays[2], arrays[3], mask)
+    return Inputs(arrays[0], arrays[1], arrays[2], arrays[3], mask, decay)
 
 
 def _run(case: Case, phi: Any, inputs: Inputs) -> Results:
@@ -191,38 +185,44 @@ def _run(case: Case, phi: Any, inputs: Inputs) -> Results:
 
 
 def _attend(case: Case, phi: Any, inputs: Inputs) -> Results:
-    query, key, value, gradient, mask = inputs
+    query, key, value, gradient, mask, decay = inputs
     options: dict[str, Any] = {"is_causal": case.is_causal}
-    if case.operation == "gradient":
-        output, pullback = linattn.linear_attention_vjp(query, key, value, phi, **options)
-        names = ("grad_query", "grad_key", "grad_value")
-        return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if case.operation == "graph":
-        attend = partial(linattn.linear_attention, feature_map=phi, **options)
+        captured = partial(linattn.linear_attention, feature_map=phi, **options)
         arrays = (query, key, value)
         other = tuple(array[..., ::-1, :] for array in arrays)
-        return {"output": attend(*arrays), "replayed": _replayed(attend, [other, arrays])[1]}
-    if mask is not None:
-        options["key_mask"] = mask
+        return {"output": captured(*arrays), "replayed": _replayed(captured, [other, arrays])[1]}
+    options |= {"exact_window": case.window} if case.window else {}
+
+    def call(function: Callable[..., Any], rows: slice, keys: slice, *maps: Any) -> Any:
+        by_key = {"key_mask": mask, "log_decay": decay}
+        given = {name: x[..., keys] for name, x in by_key.items() if x is not None}
+        arrays = (query[..., rows, :], key[..., keys, :], value[..., keys, :])
+        return function(*arrays, *maps, **options, **given)
+
+    rows = keys = slice(None)
+    if case.operation == "gradient":
+        output, pullback = call(linattn.linear_attention_vjp, rows, keys, phi)
+        names = ("grad_query", "grad_key", "grad_value")
+        return {"output": output, **dict(zip(names, pullback(gradient), strict=True))}
     if case.operation == "softmax":
-        return {"output": linattn.softmax_attention(query, key, value, **options)}
-    options |= {"exact_window": WINDOW} if case.window else {}
-    options |= {"log_decay": DECAY} if case.decayed else {}
+        options |= {"return_log_normalizer": True}
+        output, norm = call(linattn.softmax_attention, rows, keys)
+        return {"output": output, "norm": norm}
+    attend, results = linattn.linear_attention, Results()
+    if not (case.continued or case.all_outputs):
+        return {"output": call(attend, rows, keys, phi)}
+    options |= {"return_state": True}
     if case.continued:
-        half = case.keys // 2
-        rows = half if case.is_causal else case.queries
-        first = (query[..., :rows, :], key[..., :half, :], value[..., :half, :])
-        output, state = linattn.linear_attention(*first, phi, return_state=True, **options)
-        options |= {"initial_state": state, "return_state": True}
-        rest = query[..., half:, :] if case.is_causal else query
-        arrays = (rest, key[..., half:, :], value[..., half:, :])
-        second, state = linattn.linear_attention(*arrays, phi, **options)
-        return {"first": output, "output": second, "state": state}
-    if case.all_outputs:
-        options |= {"return_state": True, "return_log_normalizer": True}
-        output, state, norm = linattn.linear_attention(query, key, value, phi, **options)
-        return {"output": output, "state": state, "norm": norm}
-    return {"output": linattn.linear_attention(query, key, value, phi, **options)}
+        half = slice(case.keys // 2)
+        first = call(attend, half if case.is_causal else rows, half, phi)
+        results["first"], options["initial_state"] = first
+        keys = slice(half.stop, None)
+        rows = keys if case.is_causal else rows
+    options |= {"return_log_normalizer": case.all_outputs}
+    found = ("output", "state", "norm")[: 2 + case.all_outputs]
+    results |= dict(zip(found, call(attend, rows, keys, phi), strict=True))
+    return results | {"length": results["state"].length}
 
 
 def _replayed(call: Callable[..., Any], arguments: list[Any]) -> list[Any]:
@@ -280,11 +280,13 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
         pulled = formulas.gradients(formula, query, key, value, seen, grad)
         names = ("grad_query", "grad_key", "grad_value")
         return {"output": output, **dict(zip(names, pulled, strict=True))}
-    distance = np.arange(query.shape[-2])[:, None] - np.arange(key.shape[-2])
-    # A window is whole tiles: that of the query, and the one before it.
-    tiles = np.arange(query.shape[-2])[:, None] // WINDOW - np.arange(key.shape[-2]) // WINDOW
-    exact = tiles <= 1 if case.window else case.operation == "softmax"
-    bias = DECAY * distance if case.decayed else 0.0
+    exact: Any = case.operation == "softmax"
+    if case.window:
+        # Whole tiles: that of the query, and the one before it.
+        tiles = [np.arange(x.shape[-2]) // case.window for x in (query, key)]
+        exact = tiles[0][:, None] - tiles[1] <= 1
+    total = np.zeros(1) if host.decay is None else np.cumsum(host.decay.astype(np.float64), -1)
+    bias = total[..., :, None] - total[..., None, :]
     whole = formulas.attend(formula, query, key, value, seen, bias, exact)
     if case.operation in STEPS:
         end = PRIMED + NUM_STEPS
@@ -293,25 +295,28 @@ def _wanted(case: Case, formula: formulas.Formula, host: Inputs) -> dict[str, Fl
         return {"steps": steps, "state": formulas.state(formula, key, value, kept)}
     if case.operation == "graph":
         return {"output": whole.output, "replayed": whole.output}
+    half = case.keys // 2
+    rows = slice(half if case.continued and case.is_causal else 0, None)
+    results = {"output": whole.output[..., rows, :]}
+    if case.all_outputs or case.operation == "softmax":
+        results["norm"] = whole.log_normalizer[..., rows]
     if case.continued:
-        half = case.keys // 2
         early = seen & (np.arange(case.keys) < half)
-        first = formulas.attend(formula, query, key, value, early).output
-        rows = (..., slice(half), slice(None)), (..., slice(half, None), slice(None))
-        state = formulas.state(formula, key, value, kept)
-        if case.is_causal:
-            return {"first": first[rows[0]], "output": whole.output[rows[1]], "state": state}
-        return {"first": first, "output": whole.output, "state": state}
-    if case.all_outputs:
-        state = formulas.state(formula, key, value, kept)
-        return {"output": whole.output, "state": state, "norm": whole.log_normalizer}
-    return {"output": whole.output}
+        first = formulas.attend(formula, query, key, value, early, bias).output
+        results["first"] = first[..., :half, :] if case.is_causal else first
+    if case.operation != "softmax" and (case.continued or case.all_outputs):
+        weights = kept * np.exp(total[..., -1:] - total)
+        results["state"] = formulas.state(formula, key, value, weights)
+        results["length"] = np.full((1, 1), float(case.keys))
+    return results
 
 
 def _fetch(library: CupyLibrary, results: Results) -> dict[str, Floats]:
     """Copy to the host; states on their true scale: how they are split may differ."""
 
     def fetched(x: Any) -> Floats:
+        if isinstance(x, int):
+            return np.full((1, 1), float(x))
         if isinstance(x, linattn.State):
             scale = np.exp(library.numpy(x.log_scale))
             return np.asarray(library.numpy(x.kvz) * scale[..., None])

@@ -15,8 +15,9 @@ if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
 import cupy
 import ml_dtypes
 
+import linattn
 import linattn_cupy.device
-from linattn.feature_maps import PositiveFeatures
+from linattn.feature_maps import GeneralizedExponentialFeatures, PositiveFeatures
 from tests.attentions import maps
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "content",
     "cupy",
     "error",
+    "exact",
     "inputs",
     "moved",
 ]
@@ -40,6 +42,7 @@ D, E = 16, 24
 BF16, F16, F32 = ml_dtypes.bfloat16, np.float16, np.float32
 MAPS: dict[str, Any] = {
     **maps(D, 40, "positive", "hyperbolic", "elu", "relu"),
+    "tilted": GeneralizedExponentialFeatures(D, 40, A=-0.1, rng=0),
     "per-head": PositiveFeatures.from_projection(
         np.random.default_rng(7).standard_normal((3, 40, D))
     ),
@@ -83,6 +86,16 @@ def moved(move: Callable[[Any], Any], value: Any) -> Any:
         made = [moved(move, one) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
+
+
+def exact(function: Callable[..., Any], *given: Any, **settings: Any) -> Any:
+    """Call generic code in float64, which other tests hold to the dense oracle."""
+
+    def wide(x: Any) -> Any:
+        return x if x.dtype == bool else x.astype(np.float64)
+
+    with linattn.without_backends():
+        return function(*moved(wide, given), **moved(wide, settings))
 
 
 class Device:

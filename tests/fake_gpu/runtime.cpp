@@ -85,7 +85,7 @@ void write_log(const char* kind, const char* format, va_list args) {
         fprintf(file, "%s%s\n", kind, line);
         fflush(file);
     }
-    if (recording) recorded = recorded + kind + line + '\n';
+    if (recording) recorded.append(kind).append(line).append(1, '\n');
 }
 
 }  // namespace

@@ -43,6 +43,10 @@ bool Block::arithmetic(Warp& w, const Ins& i, u32 mask) {
                 arithmetic(
                     w, i, mask, [](auto a, auto, auto) { return fabs(a); }, [](auto a, auto, auto) { return a < 0 ? 0 - (u64)a : (u64)a; }, none);
             break;
+        case COPYSIGN:
+            if (i.type == F32) each32(w, i, mask, [](u32 a, u32 b, u32) { return (a & 0x80000000) | (b & 0x7fffffff); });
+            else each64(w, i, mask, [](u64 a, u64 b, u64) { return (a & 1ull << 63) | (b & ~(1ull << 63)); });
+            break;
         case NEG:
             if (i.type == F32) each32(w, i, mask, [&](u32 a, u32, u32) { return (i.ftz ? flush(a) : a) ^ 0x80000000; });
             else if (i.type == F64) each64(w, i, mask, [](u64 a, u64, u64) { return a ^ 1ull << 63; });

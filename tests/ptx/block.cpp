@@ -59,22 +59,14 @@ void Block::start(u32 number) {
             else if (name == "%tid.z") x = t / size_[0] / size_[1];
             else if (name.rfind("%ntid.", 0) == 0) x = size_[name.back() - 'x'];
             else if (name.rfind("%ctaid.", 0) == 0) x = id_[name.back() - 'x'];
-            else if (name.rfind("%nctaid.", 0) == 0) x = grid_[name.back() - 'x'];
-            else if (name == "%laneid") x = l;
-            else if (name == "%warpid") x = number;
-            else if (name == "%lanemask_eq") x = 1u << l;
-            else if (name == "%lanemask_lt") x = (1u << l) - 1;
-            else if (name == "%lanemask_le") x = (2u << l) - 1;
-            else if (name == "%lanemask_gt") x = l == 31 ? 0 : ALL << (l + 1);
-            else if (name == "%lanemask_ge") x = ALL << l;
-            else x = dynamic_;
+            else x = grid_[name.back() - 'x'];
         }
     }
 }
 
 // All warps that are left wait at a barrier: go on, if they wait at barriers of one kind.
 void Block::release() {
-    u32 any = 0, every = 1;
+    u32 any = 0;
     const Ins* kind = nullptr;
     for (auto& w : warps_) {
         if (!w.at_barrier) continue;
@@ -82,7 +74,6 @@ void Block::release() {
         if (kind && kind->mode != i.mode) { now_ = &i; report("barriers of different kinds meet"); }
         kind = &i;
         any |= w.barrier_vote != 0;
-        every &= w.barrier_vote == w.alive;
     }
     if (!kind) fail("nothing can go on in " + f_->name);
     for (auto& w : warps_) {
@@ -90,7 +81,7 @@ void Block::release() {
         const Ins& i = f_->code[w.barrier_pc];
         if (i.mode) {
             const u32 p = i.d[0].index;
-            w.p[p] = (i.mode == 1 ? any : every) ? ALL : 0;
+            w.p[p] = any ? ALL : 0;
             w.vp[p] = ALL;
         }
         w.at_barrier = false;

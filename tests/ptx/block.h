@@ -34,7 +34,6 @@ class Block {
         threads_ = b[0] * b[1] * b[2];
         shared_end_ = std::max(f->static_bytes, f->dynamic_start + dynamic);
         shared_.resize(shared_end_), defined_.resize(shared_end_), cells_.resize(shared_end_);
-        dynamic_ = dynamic;
     }
 
     void run(u32 number);
@@ -43,7 +42,7 @@ class Block {
     Function* f_;
     Memory* memory_;
     const u8* parameters_;
-    u32 launch_, number_ = 0, grid_[3], size_[3], id_[3], threads_, shared_end_, dynamic_;
+    u32 launch_, number_ = 0, grid_[3], size_[3], id_[3], threads_, shared_end_;
     std::vector<u8> shared_, defined_;
     std::vector<Cell> cells_;
     std::vector<Warp> warps_;

@@ -58,14 +58,11 @@ void Block::set(Warp& w, const Ins& i, u32 mask) {
 void Block::setp(Warp& w, const Ins& i, u32 mask) {
     u32 r = compared(w, i, i.type);
     const u32 v = all_valid(w, i);
-    u32 no = ~r;
     if (i.boolean) {
         const u32 c = inp(w, i.s[2]);
         r = i.boolean == 1 ? r & c : i.boolean == 2 ? r | c : r ^ c;
-        no = i.boolean == 1 ? no & c : i.boolean == 2 ? no | c : no ^ c;
     }
     outp(w, i.d[0], r, mask, v);
-    if (i.d.size() > 1) outp(w, i.d[1], no, mask, v);
 }
 
 void Block::shuffle(Warp& w, const Ins& i, u32 mask) {
@@ -75,14 +72,8 @@ void Block::shuffle(Warp& w, const Ins& i, u32 mask) {
     u32 t[32], v = 0, inside = 0;
     LANES {
         const int clamp = c[l] & 31, segment = c[l] >> 8 & 31, by = b[l] & 31;
-        const int most = (l & segment) | (clamp & ~segment), least = l & segment;
-        int j = l;
-        bool p = false;
-        if (i.mode == 3) j = l - by, p = j >= most;
-        else if (i.mode == 2) j = l + by, p = j <= most;
-        else if (i.mode == 1) j = l ^ by, p = j <= most;
-        else j = least | (by & ~segment), p = j <= most;
-        if (!p) j = l;
+        const bool p = (l ^ by) <= ((l & segment) | (clamp & ~segment));
+        const int j = p ? l ^ by : l;
         if ((mask >> l & 1) && !(mask >> j & 1)) report("a shuffle reads a thread that takes no part");
         t[l] = a[j];
         v |= (va >> j & 1) << l;

@@ -11,7 +11,8 @@
 //     reported;
 //   * approximate instructions are off by a part of what the ISA allows; sums of mma are truncated.
 // Not modelled: caches, streams side by side, several blocks at a time (their races are seen all the same), SASS. Not
-// done: calls of functions, groups of cp.async, wgmma, TMA, clusters, atomics.
+// done: calls of functions, groups of cp.async, wgmma, TMA, clusters, atomics, fences, and what neither the kernels here nor
+// CuPy's ask for: shuffles other than bfly, votes other than any.
 //
 // Environment: PTX_SEED, PTX_EXACT (numbers.h), PTX_TRACE=1 (a line a launch, to stderr).
 #pragma once

@@ -38,13 +38,6 @@ bool Block::logic_and_shift(Warp& w, const Ins& i, u32 mask) {
             else if (bytes_of(i.type) == 2) each32(w, i, mask, [](u32 a, u32 b, u32) { return b > 15 ? 0 : (u32)(u16)a >> b; });
             else each32(w, i, mask, [](u32 a, u32 b, u32) { return b > 31 ? 0 : a >> b; });
             break;
-        case SHF:
-            each32(w, i, mask, [&](u32 a, u32 b, u32 c) {
-                const u32 n = i.mode & 4 ? std::min(c, 32u) : c & 31;
-                const u64 both = (u64)b << 32 | a;
-                return (i.mode & 3) == 1 ? (u32)((both << n) >> 32) : (u32)(n > 63 ? 0 : both >> n);
-            });
-            break;
         default: return false;
     }
     return true;
@@ -157,21 +150,13 @@ bool Block::meetings(Warp& w, const Ins& i, u32 mask) {
         case VOTE: {
             const u32 q = inp(w, i.s[0]) & mask;
             if ((validp(w, i.s[0]) & mask) != mask) report("an undefined value is voted on");
-            if (i.mode == 3) {
-                u32 t[32];
-                LANES t[l] = q;
-                out32(w, i.d[0], t, mask, ALL);
-                break;
-            }
-            const bool r = i.mode == 1 ? q != 0 : i.mode == 2 ? q == mask : q == 0 || q == mask;
-            outp(w, i.d[0], r ? ALL : 0, mask, ALL);
+            outp(w, i.d[0], q ? ALL : 0, mask, ALL);
             break;
         }
         case BARWARP:
             ++w.sub_counter;
             LANES if (mask >> l & 1) w.sub[l] = w.sub_counter;
             break;
-        case FENCE: break;
         default: return false;
     }
     return true;

@@ -113,7 +113,7 @@ class Memory {
             if (it == all_.begin()) return nullptr;
             recent_ = (--it)->second.get();
         }
-        return p + bytes <= recent_->end() ? recent_ : nullptr;
+        return p < recent_->end() && bytes <= recent_->end() - p ? recent_ : nullptr;
     }
     void define(const void* p, u64 bytes) {
         Allocation* a = find((u64)p, bytes);

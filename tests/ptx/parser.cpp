@@ -284,7 +284,7 @@ class Parser {
         if (number_of(s, &value)) { o.kind = Operand::IMM; o.index = constant(value); return o; }
         if (s[0] == '%') {
             static const std::set<std::string> known = {"%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y",
-                "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%lanemask_lt", "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%lanemask_eq", "%dynamic_smem_size", "%total_smem_size"};
+                "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z"};
             if (!known.count(s)) fail("register " + s);
             if (!function_->specials.count(s)) function_->specials[s] = function_->count32++;
             o.kind = Operand::REG;
@@ -356,20 +356,21 @@ class Parser {
         const std::string rest = space == std::string::npos ? "" : trimmed(s.substr(space));
         const auto parts = split(opcode, '.');
         static const std::map<std::string, Base> bases = {{"abs", ABS}, {"add", ADD}, {"and", AND}, 
-            {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"cvt", CVT}, {"cvta", CVTA},
-            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldu", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
+            {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"copysign", COPYSIGN}, {"cvt", CVT}, {"cvta", CVTA},
+            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
             {"mad", MAD}, {"max", MAX}, {"min", MIN}, {"mma", MMA}, {"mov", MOV}, {"mul", MUL}, {"neg", NEG}, {"not", NOT}, {"or", OR},
             {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"set", SET}, {"setp", SETP},
-            {"shf", SHF}, {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"vote", VOTE},
-            {"xor", XOR}, {"membar", FENCE}, {"fence", FENCE}};
+            {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"vote", VOTE},
+            {"xor", XOR}};
         const std::string& base = parts[0];
         if (base == "bar" || base == "barrier") i.base = parts[1] == "warp" ? BARWARP : BAR;
-        else if (base == "cp" && parts[1] == "async") i.base = parts[2] == "wait_all" || parts[2] == "wait_group" || parts[2] == "commit_group" ? CPWAIT : CPASYNC;
+        else if (base == "cp") i.base = opcode == "cp.async.wait_all" ? CPWAIT : CPASYNC;
         else if (bases.count(base)) i.base = bases.at(base);
         else fail("unknown instruction");
-        if (i.base == CPWAIT && parts[2] != "wait_all") fail("groups of copies");
-        if (i.base == CPASYNC && !(opcode == "cp.async.cg.shared.global" || opcode == "cp.async.ca.shared.global")) fail("kind of copy");
-        if (i.base == BAR && !(opcode == "bar.sync" || opcode == "barrier.sync.aligned" || opcode == "bar.red.or.pred" || opcode == "bar.red.and.pred")) fail("kind of barrier");
+        if (i.base == CPASYNC && opcode != "cp.async.cg.shared.global") fail("kind of copy");
+        if (i.base == BAR && !(opcode == "bar.sync" || opcode == "barrier.sync.aligned" || opcode == "bar.red.or.pred")) fail("kind of barrier");
+        if (i.base == SHFL && opcode != "shfl.sync.bfly.b32") fail("kind of shuffle");
+        if (i.base == VOTE && opcode != "vote.sync.any.pred") fail("kind of vote");
         if (i.base == MMA && !(opcode == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" || opcode == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32")) fail("kind of mma");
         if (i.base == LDMATRIX && !(begins(opcode, "ldmatrix.sync.aligned.m8n8.x4"))) fail("kind of ldmatrix");
         auto given = rest.empty() ? std::vector<std::string>() : split(rest, ',');
@@ -401,10 +402,7 @@ class Parser {
             else if ((i.base == SET || i.base == SETP) && comparisons.count(p)) i.cmp = comparisons.at(p);
             else if (i.base == SET && (p == "and" || p == "or" || p == "xor")) fail("a predicate beside set");
             else if ((i.base == SETP) && (p == "and" || p == "or" || p == "xor")) i.boolean = p == "and" ? 1 : p == "or" ? 2 : 3;
-            else if (i.base == SHFL) { if (p == "bfly") i.mode = 1; else if (p == "down") i.mode = 2; else if (p == "up") i.mode = 3; else if (p == "idx") i.mode = 4; }
-            else if (i.base == VOTE) { if (p == "any") i.mode = 1; else if (p == "all") i.mode = 2; else if (p == "ballot") i.mode = 3; else if (p == "uni") i.mode = 4; }
-            else if (i.base == BAR) { if (p == "or") i.mode = 1; else if (p == "and") i.mode = 2; }
-            else if (i.base == SHF) { if (p == "l") i.mode = 1; else if (p == "r") i.mode = 2; else if (p == "clamp") i.mode |= 4; }
+            else if (i.base == BAR && p == "or") i.mode = 1;
             else if (i.base == CVTA && p == "to") i.mode = 1;
         }
         if (rest.find("%globaltimer") != std::string::npos) {  // "Special Registers": nanoseconds
@@ -421,13 +419,14 @@ class Parser {
             return;
         }
         const bool no_result = i.base == ST || i.base == EXIT || i.base == BARWARP || i.base == CPASYNC || i.base == CPWAIT ||
-                               i.base == FENCE || (i.base == BAR && i.mode == 0);
+                               (i.base == BAR && i.mode == 0);
         for (size_t k = 0; k < given.size(); ++k) {
             auto made = operands(given[k]);
             for (auto& o : made) if (o.kind == Operand::LABEL) fail("operand " + given[k]);
             auto& to = k == 0 && !no_result ? i.d : i.s;
             to.insert(to.end(), made.begin(), made.end());
         }
+        if (i.base == SETP && i.d.size() > 1) fail("a second predicate");
         function_->code.push_back(i);
     }
 

@@ -25,8 +25,8 @@ inline int bytes_of(Type t) { return t == PRED || t == NO ? 0 : t <= S8 ? 1 : t 
 inline bool is_signed(Type t) { return t == S8 || t == S16 || t == S32 || t == S64; }
 inline bool is_float(Type t) { return t == F16 || t == BF16 || t == F32 || t == F64; }
 
-enum Base : u8 { ABS, ADD, AND, BAR, BARWARP, BFI, BRA, CLZ, CPASYNC, CPWAIT, CVT, CVTA, DIV, EX2, EXIT, FENCE, FMA, LD, LDMATRIX, LG2, MAD,
-    MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, RCP, REM, RSQRT, SELP, SET, SETP, SHF, SHFL, SHL, SHR, SQRT, ST, SUB, UNKNOWN, VOTE, XOR };
+enum Base : u8 { ABS, ADD, AND, BAR, BARWARP, BFI, BRA, CLZ, COPYSIGN, CPASYNC, CPWAIT, CVT, CVTA, DIV, EX2, EXIT, FMA, LD, LDMATRIX, LG2, MAD,
+    MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, RCP, REM, RSQRT, SELP, SET, SETP, SHFL, SHL, SHR, SQRT, ST, SUB, UNKNOWN, VOTE, XOR };
 
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM, CONST };
 constexpr u8 TIME = 9;  // the mode of a mov from %globaltimer

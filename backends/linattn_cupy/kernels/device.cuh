@@ -19,6 +19,8 @@ typedef long long i64;
 #define WARP 32
 #define KERNEL extern "C" __global__ void
 #define INFINITE __int_as_float(0x7f800000)
+// A loop over i = 0 ... n - 1 that is unrolled: what it indexes stays in registers.
+#define UNROLLED(i, n) _Pragma("unroll") for (int i = 0; i < (n); ++i)
 
 // Dynamic shared memory of the block, 16-byte aligned.
 __device__ __forceinline__ unsigned char* shared_memory() {

@@ -46,15 +46,13 @@ KERNEL __launch_bounds__(THREADS)
     weights = weights == nullptr ? weights : weights + head * weights_head + part.token;
     packed += head * n * width + part.first;
     float entries[COPIES_AT_ONCE];
-#pragma unroll
-    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+    UNROLLED(k, COPIES_AT_ONCE) {
         const int i = k * THREADS + threadIdx.x;
         const u32 place = part.column + i, token = place / width;
         const bool seen = i < part.count && (weights == nullptr || weights[token] != -INFINITE);
         entries[k] = seen ? x[token * x_row + place % width] : 0.0f;
     }
-#pragma unroll
-    for (int k = 0; k < COPIES_AT_ONCE; ++k) {
+    UNROLLED(k, COPIES_AT_ONCE) {
         const int i = k * THREADS + threadIdx.x;
         if (i < part.count) {
             packed[i] = map == 0 ? entries[k] : log_activation(map, entries[k]);
@@ -97,15 +95,13 @@ KERNEL __launch_bounds__(THREADS)
     for (int row = warp; row < tile; row += WARPS * SQUARES_AT_ONCE) {
         float squares[SQUARES_AT_ONCE] = {};
         for (int i = lane; curvature != 0.0f && i < d; i += WARP) {
-#pragma unroll
-            for (int k = 0; k < SQUARES_AT_ONCE; ++k) {
+            UNROLLED(k, SQUARES_AT_ONCE) {
                 const int j = row + k * WARPS;
                 const float entry = j < tile ? x[j * x_row + i] : 0.0f;
                 squares[k] = fmaf(entry, entry, squares[k]);
             }
         }
-#pragma unroll
-        for (int k = 0; k < SQUARES_AT_ONCE; ++k) {
+        UNROLLED(k, SQUARES_AT_ONCE) {
             const int j = row + k * WARPS;
             const float term = square_term(squares[k], curvature);
             if (lane == 0 && j < tile) {
@@ -121,12 +117,10 @@ KERNEL __launch_bounds__(THREADS)
         for (int row = warp; r < m && row < tile; row += WARPS * ROWS_AT_ONCE) {
             const float* from = u + static_cast<i64>(row) * m + r;
             float entries[ROWS_AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < ROWS_AT_ONCE; ++k) {
+            UNROLLED(k, ROWS_AT_ONCE) {
                 entries[k] = row + k * WARPS < tile ? from[k * WARPS * m] : 0.0f;
             }
-#pragma unroll
-            for (int k = 0; k < ROWS_AT_ONCE; ++k) {
+            UNROLLED(k, ROWS_AT_ONCE) {
                 const float term = row + k * WARPS < tile ? terms[row + k * WARPS] : -INFINITE;
                 top = term == -INFINITE ? top : fmaxf(top, entries[k] + offset + term);
             }
@@ -171,12 +165,10 @@ KERNEL __launch_bounds__(THREADS, 4)
         for (int row = warp; r < m && row < tile; row += WARPS * WEIGHTS_AT_ONCE) {
             float* place = u + static_cast<i64>(row) * m + r;
             float entries[WEIGHTS_AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < WEIGHTS_AT_ONCE; ++k) {
+            UNROLLED(k, WEIGHTS_AT_ONCE) {
                 entries[k] = row + k * WARPS < tile ? place[k * WARPS * m] : 0.0f;
             }
-#pragma unroll
-            for (int k = 0; k < WEIGHTS_AT_ONCE; ++k) {
+            UNROLLED(k, WEIGHTS_AT_ONCE) {
                 if (row + k * WARPS >= tile) {
                     break;
                 }
@@ -200,8 +192,8 @@ KERNEL __launch_bounds__(THREADS, 4)
 KERNEL __launch_bounds__(THREADS)
     scan_tiles(const float* __restrict__ state, const float* __restrict__ shifts, const float* __restrict__ scales,
                int tiles, int m, int columns, const float* __restrict__ fades, i64 fades_head, int tile,
-               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before, float* __restrict__ before_shifts, float* __restrict__ after,
-               float* __restrict__ after_shifts) {
+               float* __restrict__ kv, float* __restrict__ z, float* __restrict__ before,
+               float* __restrict__ before_shifts, float* __restrict__ after, float* __restrict__ after_shifts) {
     constexpr int AT_ONCE = 4;
     const Elements part(m, columns, THREADS);
     if (static_cast<int>(threadIdx.x) >= part.count) {
@@ -216,14 +208,12 @@ KERNEL __launch_bounds__(THREADS)
     float entry = state[i], shift = shifts[row];
     for (int first = 0; first < tiles; first += AT_ONCE) {
         float scale[AT_ONCE], added[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             const i64 in_tile = (head * tiles + min(first + k, tiles - 1)) * m + r;
             scale[k] = scales[in_tile];
             added[k] = sums[in_tile * step];
         }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             if (first + k == tiles) {
                 break;
             }
@@ -257,8 +247,8 @@ KERNEL __launch_bounds__(THREADS)
 // `dens` and `norms` may be null.
 KERNEL __launch_bounds__(THREADS, 6)
     query_weights(float* __restrict__ u, const float* __restrict__ x, ROWS(x), const float* __restrict__ col,
-                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step,
-                  int n, int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
+                  i64 spec_heads, const float* __restrict__ scales, const float* __restrict__ z, i64 z_step, int n,
+                  int tile, int d, int m, float curvature, int divides, float* __restrict__ dens, ROWS(dens),
                   float* __restrict__ norms, i64 norms_head) {
     const WarpRow place(n);
     const int lane = threadIdx.x % WARP, token = place.row;
@@ -313,13 +303,11 @@ KERNEL __launch_bounds__(THREADS) causal_scores(float* __restrict__ scores, int 
     float sum = 0.0f;
     for (int first = lane; first < tile; first += AT_ONCE * WARP) {
         float entries[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             const int j = first + k * WARP;
             entries[k] = j <= place.row ? scores[j] : 0.0f;
         }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             const int j = first + k * WARP;
             sum += entries[k];
             if (j > place.row && j < tile) {
@@ -375,8 +363,7 @@ KERNEL __launch_bounds__(THREADS, 3)
     for (int row = warp; row < tile; row += WARPS * AT_ONCE) {
         float den[AT_ONCE];
         bool accepted[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             const int i = min(row + k * WARPS, tile - 1);
             den[k] = dens[i];
             accepted[k] = isfinite(den[k]) && fabsf(den[k]) >= TINY_OVER_EPS * terms;
@@ -385,20 +372,17 @@ KERNEL __launch_bounds__(THREADS, 3)
         }
         for (int x = lane; x + 1 < columns; x += WARP) {
             float num[AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            UNROLLED(k, AT_ONCE) {
                 num[k] = nums[static_cast<i64>(min(row + k * WARPS, tile - 1)) * (columns - 1) + x];
             }
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) {
+            UNROLLED(k, AT_ONCE) {
                 if (row + k * WARPS < tile) {
                     accepted[k] = accepted[k] && isfinite(num[k]);
                     output[(row + k * WARPS) * output_row + x] = divide(num[k], den[k]);
                 }
             }
         }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
+        UNROLLED(k, AT_ONCE) {
             const int i = row + k * WARPS;
             if (i >= tile) {
                 break;

@@ -43,18 +43,12 @@ struct Shared : Tiles {
 __device__ __forceinline__ Shared share(bool has_keys, bool has_queries) {
     unsigned char* p = shared_memory();
     Shared s;
-    s.projection = reinterpret_cast<u16*>(p);
-    p += PROJECTION_BYTES;
-    s.keys = reinterpret_cast<u16*>(p);
-    p += has_keys ? 2 * KEY_BYTES : 0;
-    s.values = reinterpret_cast<u16*>(p);
-    p += has_keys ? 2 * VALUE_BYTES : 0;
-    s.queries = reinterpret_cast<u16*>(p);
-    p += has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0;
-    s.phi = reinterpret_cast<u16*>(p);
-    p += has_keys && has_queries ? M * TS * 2 : 0;
-    s.state = reinterpret_cast<u16*>(p);
-    p += has_queries ? M * ES * 2 : 0;
+    s.projection = take(p, PROJECTION_BYTES);
+    s.keys = take(p, has_keys ? 2 * KEY_BYTES : 0);
+    s.values = take(p, has_keys ? 2 * VALUE_BYTES : 0);
+    s.queries = take(p, has_queries ? (has_keys ? 1 : 2) * KEY_BYTES : 0);
+    s.phi = take(p, has_keys && has_queries ? M * TS * 2 : 0);
+    s.state = take(p, has_queries ? M * ES * 2 : 0);
     place_numbers(s, p);
     return s;
 }
@@ -109,21 +103,18 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
                                               const u16* queries, int strip, int feature) {
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     float log[GROUP / 8][4];
-#pragma unroll
-    for (int n = 0; n < GROUP / 8; ++n) {
+    UNROLLED(n, GROUP / 8) {
         const float2 bias = *reinterpret_cast<const float2*>(s.bias + feature + n * 8 + t * 2);
         log[n][0] = log[n][2] = bias.x;
         log[n][1] = log[n][3] = bias.y;
     }
     if (MAP == 0) {
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
+        UNROLLED(k, D / 16) {
             u32(&fragment)[4] = q[KEEP_QUERIES ? k : 0];
             if (!KEEP_QUERIES) {
                 load_left(fragment, queries, DS, strip * 16, k * 16);
             }
-#pragma unroll
-            for (int n = 0; n < GROUP / 16; ++n) {
+            UNROLLED(n, GROUP / 16) {
                 u32 b[4];
                 load_right_of_transpose(b, s.projection, DS, feature + n * 16, k * 16);
                 mma_input(log[2 * n], fragment, b[0], b[1]);
@@ -132,10 +123,8 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
         }
     }
     float top[2] = {read.top[0], read.top[1]};
-#pragma unroll
-    for (int n = 0; n < GROUP / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLLED(n, GROUP / 8) {
+        UNROLLED(i, 4) {
             const int r = feature + n * 8 + t * 2 + i % 2, row = strip * 16 + i / 2 * 8 + g;
             if (MAP != 0) {
                 log[n][i] += log_activation(MAP, input_to_float(queries[row * DS + r]));
@@ -144,32 +133,21 @@ __device__ __forceinline__ void weigh_by_logs(u32 (&a)[GROUP / 16][4], Read& rea
         }
     }
     float shift[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         top[half] = row_max(top[half]);
         shift[half] = finite_shift(top[half]);
         if (top[half] != read.top[half]) {
             float factor = exp_less(read.top[half], shift[half]);
             read.top[half] = top[half];
             read.den[half] *= factor;
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-                read.out[n][half * 2] *= factor;
-                read.out[n][half * 2 + 1] *= factor;
-            }
+            scale_rows(read.out, half, factor);
             if (CAUSAL) {
-#pragma unroll
-                for (int n = 0; n < T / 8; ++n) {
-                    scores[n][half * 2] *= factor;
-                    scores[n][half * 2 + 1] *= factor;
-                }
+                scale_rows(scores, half, factor);
             }
         }
     }
-#pragma unroll
-    for (int n = 0; n < GROUP / 8; ++n) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLLED(n, GROUP / 8) {
+        UNROLLED(half, 2) {
             const float* row = log[n] + half * 2;
             a[n / 2][n % 2 * 2 + half] = pack_bf16(weight_less(row[0], shift[half]), weight_less(row[1], shift[half]));
         }
@@ -196,16 +174,14 @@ __device__ __forceinline__ float scale_of_strip(const Shared& s, const u16* quer
     for (int feature = first_feature; feature < end_feature; feature += 16) {
         u32 x[4];
         load_left(x, queries, DS, strip * 16, feature);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLLED(i, 4) {
             if (feature + i / 2 * 8 < end_feature) {
                 largest[i % 2] = max_inputs(largest[i % 2], x[i]);
             }
         }
     }
     bool ordinary = top - bottom <= RANGE;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         const float f = activation(row_max(fmaxf(low_input(largest[half]), high_input(largest[half]))));
         ordinary = ordinary && f <= MOST && (f >= LEAST || (MAP == 2 && f == 0.0f));
     }
@@ -216,16 +192,13 @@ __device__ __forceinline__ float scale_of_strip(const Shared& s, const u16* quer
 __device__ __forceinline__ void weigh_coordinates(u32 (&a)[4], const Shared& s, const u16* queries, int strip,
                                                   int feature, float top) {
     load_left(a, queries, DS, strip * 16, feature);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    UNROLLED(n, 2) {
         float shift[2], factor[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        UNROLLED(j, 2) {
             shift[j] = top - s.bias[feature + n * 8 + threadIdx.x % 4 * 2 + j];
             factor[j] = exp_less(0.0f, shift[j]);
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLLED(half, 2) {
             u32& word = a[n * 2 + half];
             word = pack_bf16(scaled_activation(low_input(word), shift[0], factor[0]),
                              scaled_activation(high_input(word), shift[1], factor[1]));
@@ -244,87 +217,50 @@ __device__ __forceinline__ void read_strip(Read& read, const Shared& s, const u1
         MAP == 0 ? -INFINITE : scale_of_strip(s, queries, strip, first_feature, end_feature, head_dim);
     u32 q[KEEP_QUERIES ? D / 16 : 1][4];
     if (KEEP_QUERIES) {
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
+        UNROLLED(k, D / 16) {
             load_left(q[k], queries, DS, strip * 16, k * 16);
         }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        read.den[half] = 0.0f;
-        read.top[half] = scale;
-    }
-#pragma unroll
-    for (int n = 0; n < E / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            read.out[n][i] = 0.0f;
-        }
-    }
+    read = {};
+    read.top[0] = read.top[1] = scale;
 #pragma unroll 1
     for (int feature = first_feature; feature < end_feature; feature += GROUP) {
         u32 a[GROUP / 16][4];
         if (scale == -INFINITE) {
             weigh_by_logs<CAUSAL>(a, read, scores, q, s, queries, strip, feature);
         } else {
-#pragma unroll
-            for (int k = 0; k < GROUP / 16; ++k) {
+            UNROLLED(k, GROUP / 16) {
                 weigh_coordinates(a[k], s, queries, strip, feature + k * 16, scale);
             }
         }
-#pragma unroll
-        for (int k = 0; k < GROUP / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {  // features 8 (2 k + i / 2) + 2 t, query g + 8 (i % 2)
+        UNROLLED(k, GROUP / 16) {
+            UNROLLED(i, 4) {  // features 8 (2 k + i / 2) + 2 t, query g + 8 (i % 2)
                 const int r = feature + (2 * k + i / 2) * 8 + t * 2;
                 read.den[i % 2] += low_bf16(a[k][i]) * s.z[r] + high_bf16(a[k][i]) * s.z[r + 1];
             }
             if (CAUSAL) {
-#pragma unroll
-                for (int n = 0; n < T / 16; ++n) {
-                    if (n <= strip) {
-                        u32 b[4];
-                        load_right(b, s.phi, TS, feature + k * 16, n * 16);
-                        mma_bf16(scores[2 * n], a[k], b[0], b[1]);
-                        mma_bf16(scores[2 * n + 1], a[k], b[2], b[3]);
-                    }
-                }
+                add_product(scores, a[k], s.phi, TS, feature + k * 16, 0, strip + 1);
             }
-#pragma unroll
-            for (int n = 0; n < E / 16; ++n) {
-                u32 b[4];
-                load_right(b, s.state, ES, feature + k * 16, n * 16);
-                mma_bf16(read.out[2 * n], a[k], b[0], b[1]);
-                mma_bf16(read.out[2 * n + 1], a[k], b[2], b[3]);
-            }
+            add_product(read.out, a[k], s.state, ES, feature + k * 16);
         }
     }
     if (CAUSAL) {
-#pragma unroll
-        for (int k = 0; k < T / 16; ++k) {
+        UNROLLED(k, T / 16) {
             if (k > strip) {
                 continue;
             }
             u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLLED(i, 4) {
                 const int n = 2 * k + i / 2, half = i % 2;
                 const int row = strip * 16 + half * 8 + g, key = n * 8 + t * 2;
                 a[i] = pack_bf16(key <= row ? scores[n][half * 2] : 0.0f,
                                  key + 1 <= row ? scores[n][half * 2 + 1] : 0.0f);
                 read.den[half] += low_bf16(a[i]) + high_bf16(a[i]);
             }
-#pragma unroll
-            for (int n = 0; n < E / 16; ++n) {
-                u32 b[4];
-                load_right(b, values, ES, k * 16, n * 16);
-                mma_bf16(read.out[2 * n], a, b[0], b[1]);
-                mma_bf16(read.out[2 * n + 1], a, b[2], b[3]);
-            }
+            add_product(read.out, a, values, ES, k * 16);
         }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         read.den[half] = row_sum(read.den[half]);
     }
 }
@@ -336,27 +272,23 @@ __device__ __forceinline__ void merge_parts(Read& read, float* buffer, int strip
     constexpr int STEP = THREADS / 2;
     block_sync();  // other warps may still read what lies in `buffer`
     if (threadIdx.x >= STEP) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLLED(half, 2) {
             buffer[half * STEP + place] = read.den[half];
             buffer[(2 + half) * STEP + place] = read.top[half];
         }
-#pragma unroll
-        for (int i = 0; i < E / 2; ++i) {
+        UNROLLED(i, E / 2) {
             buffer[(4 + i) * STEP + place] = read.out[i / 4][i % 4];
         }
     }
     block_sync();
     if (threadIdx.x < STEP) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLLED(half, 2) {
             const float other_top = buffer[(2 + half) * STEP + place];
             const float top = fmaxf(read.top[half], other_top), shift = finite_shift(top);
             const float factor = exp_less(read.top[half], shift), other_factor = exp_less(other_top, shift);
             read.top[half] = top;
             read.den[half] = read.den[half] * factor + buffer[half * STEP + place] * other_factor;
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
+            UNROLLED(n, E / 8) {
 #pragma unroll
                 for (int i = half * 2; i < half * 2 + 2; ++i) {
                     read.out[n][i] =
@@ -383,8 +315,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
                                             float curvature, float floor, int first_seen) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     bool rejected = false;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         const int row = strip * 16 + half * 8 + g;
         const i64 token = first + row;
         if (token >= end) {
@@ -396,8 +327,7 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
         // denominator is scaled down, as its inverse would be subnormal, which is 0 here.
         const float scale = fabsf(den) > 1e30f ? 0x1p-64f : 1.0f;
         const float inverse = divide(1.0f, den * scale);
-#pragma unroll
-        for (int n = 0; n < E / 8; ++n) {
+        UNROLLED(n, E / 8) {
             const int x = first_value + n * 8 + t * 2;
             const float low = read.out[n][half * 2], high = read.out[n][half * 2 + 1];
             if (x >= value_dim) {
@@ -434,10 +364,8 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 // (heads, segments, m).
 KERNEL __launch_bounds__(THREADS, 1)
     segment_states(const u16* __restrict__ keys, VIEW(key), const u16* __restrict__ values, VIEW(value),
-                   const unsigned char* __restrict__ mask, VIEW(mask), const u16* __restrict__ projection,
-                   const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2, i64 n1, i64 n2,
-                   i64 length, i64 segment_length, int segments, int head_dim, int value_dim,
-                   int features, float curvature, float* __restrict__ kvz, float* __restrict__ shifts) {
+                   const unsigned char* __restrict__ mask, VIEW(mask), SPEC, SIZES, float* __restrict__ kvz,
+                   float* __restrict__ shifts) {
     const Shared s = share(true, false);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E, width = min(E, value_dim - first_value);
@@ -521,12 +449,9 @@ KERNEL scan_states(const float* __restrict__ kvz, const float* __restrict__ shif
 
 // Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
 KERNEL __launch_bounds__(THREADS, 2)
-    read_states(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ projection,
-                const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
-                const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,
-                i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int head_dim,
-                int value_dim, int features, float curvature, u16* __restrict__ output,
-                float* __restrict__ norms) {
+    read_states(const u16* __restrict__ queries, VIEW(query), SPEC, const float* __restrict__ kvz,
+                const float* __restrict__ shifts, i64 state_0, i64 state_1, i64 state_2, SIZES,
+                u16* __restrict__ output, float* __restrict__ norms) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const int first_value = blockIdx.y * E;
@@ -563,13 +488,10 @@ KERNEL __launch_bounds__(THREADS, 2)
 // `after`: the state of each state head after the last key.
 KERNEL __launch_bounds__(THREADS, 1)
     causal_rows(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
-                const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask),
-                const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0,
-                i64 state_1, i64 state_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments,
-                int head_dim, int value_dim, int features, float curvature, u16* __restrict__ output,
-                float* __restrict__ norms, float* __restrict__ after, float* __restrict__ after_shift,
-                int* __restrict__ flags) {
+                const u16* __restrict__ values, VIEW(value), const unsigned char* __restrict__ mask, VIEW(mask), SPEC,
+                const float* __restrict__ kvz, const float* __restrict__ shifts, i64 state_0, i64 state_1,
+                i64 state_2, SIZES, u16* __restrict__ output, float* __restrict__ norms, float* __restrict__ after,
+                float* __restrict__ after_shift, int* __restrict__ flags) {
     const Shared s = share(true, true);
     __shared__ int first_seen;  // of a tile: rows before it see no key
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;

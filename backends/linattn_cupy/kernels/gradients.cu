@@ -44,20 +44,13 @@ struct Shared : Tiles {
 __device__ __forceinline__ Shared share(bool has_sources, bool has_targets) {
     unsigned char* p = shared_memory();
     Shared s;
-    s.projection = reinterpret_cast<u16*>(p);
-    p += PROJECTION_BYTES;
-    s.sources = reinterpret_cast<u16*>(p);
-    p += has_sources ? KEY_BYTES : 0;
-    s.source_vectors = reinterpret_cast<u16*>(p);
-    p += has_sources ? VALUE_BYTES : 0;
-    s.targets = reinterpret_cast<u16*>(p);
-    p += has_targets ? KEY_BYTES : 0;
-    s.target_vectors = reinterpret_cast<u16*>(p);
-    p += has_targets ? VALUE_BYTES : 0;
-    s.phi = reinterpret_cast<u16*>(p);
-    p += has_sources && has_targets ? M * TS * 2 : 0;
-    s.state = reinterpret_cast<u16*>(p);
-    p += has_targets ? M * ES * 2 : 0;
+    s.projection = take(p, PROJECTION_BYTES);
+    s.sources = take(p, has_sources ? KEY_BYTES : 0);
+    s.source_vectors = take(p, has_sources ? VALUE_BYTES : 0);
+    s.targets = take(p, has_targets ? KEY_BYTES : 0);
+    s.target_vectors = take(p, has_targets ? VALUE_BYTES : 0);
+    s.phi = take(p, has_sources && has_targets ? M * TS * 2 : 0);
+    s.state = take(p, has_targets ? M * ES * 2 : 0);
     s.source_scalars = place_numbers(s, p);
     s.target_rows = s.source_scalars + T;
     s.target_scalars = s.target_rows + T;
@@ -83,8 +76,7 @@ __device__ __forceinline__ void load_right_as_bf16(u32 (&b)[4], const u16* tile,
                                                    int column) {
     load_right(b, tile, stride, row, column);
     if (FP16) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLLED(i, 4) {
             b[i] = pack_bf16(f16_to_float(static_cast<u16>(b[i])), f16_to_float(static_cast<u16>(b[i] >> 16)));
         }
     }
@@ -104,6 +96,10 @@ __device__ __forceinline__ float row_term(const u16* x, int head_dim, float curv
 struct Gradient {
     u16* whole;
     float* partial;
+
+    __device__ __forceinline__ Gradient(u16* whole, float* partials, i64 partial_size, i64 head_start)
+        : whole(whole == nullptr ? whole : whole + head_start),
+          partial(partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start) {}
 };
 
 __device__ __forceinline__ void write_gradient(const Gradient& gradient, i64 place, float low, float high) {
@@ -122,12 +118,8 @@ __device__ __forceinline__ bool visible(int target, int source) { return KEYS ? 
 // Lanes hold tokens g and g + 8, features 2 t, 2 t + 1 and 8 after them.
 __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, int strip, int feature) {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            weight[n][i] = 0.0f;
-        }
+    UNROLLED(i, 8) {
+        weight[i / 4][i % 4] = 0.0f;
     }
     if (MAP == 0) {
 #pragma unroll 2
@@ -139,10 +131,8 @@ __device__ __forceinline__ void weigh(float (&weight)[2][4], const Shared& s, in
             mma_input(weight[1], a, b[2], b[3]);
         }
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+    UNROLLED(n, 2) {
+        UNROLLED(i, 4) {
             const float row = s.target_rows[strip * 16 + i / 2 * 8 + g];
             weight[n][i] = exp_less(weight[n][i] + s.bias[feature + n * 8 + t * 2 + i % 2], -row);
         }
@@ -157,22 +147,18 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
     u32 products[CAUSAL ? T / 16 : 1][4];  // a_i.b_j, as left operands
     if (CAUSAL) {
-#pragma unroll
-        for (int n = 0; n < T / 16; ++n) {
+        UNROLLED(n, T / 16) {
             if (!visible(strip, n)) {
                 continue;
             }
             float dots[2][4] = {};
 #pragma unroll 2
             for (int k = 0; k < E; k += 16) {
-                u32 a[4], b[4];
+                u32 a[4];
                 load_left(a, s.target_vectors, ES, strip * 16, k);
-                load_right_of_transpose(b, s.source_vectors, ES, n * 16, k);
-                mma_bf16(dots[0], a, b[0], b[1]);
-                mma_bf16(dots[1], a, b[2], b[3]);
+                add_product_of_transpose(dots, a, s.source_vectors, ES, n * 16, k);
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLLED(i, 4) {
                 const int half = i % 2, row = strip * 16 + half * 8 + g, source = n * 16 + i / 2 * 8 + t * 2;
                 const float scalar = s.target_scalars[row];
                 const float low = dots[i / 2][half * 2] + scalar * s.source_scalars[source];
@@ -189,39 +175,29 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
     for (int feature = 0; feature < M; feature += 16) {
         float weight[2][4], seen[2][4];
         weigh(weight, s, strip, feature);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+        UNROLLED(n, 2) {
+            UNROLLED(i, 4) {
                 seen[n][i] = s.target_scalars[strip * 16 + i / 2 * 8 + g] * s.z[feature + n * 8 + t * 2 + i % 2];
             }
         }
 #pragma unroll 1
         for (int k = 0; k < E; k += 16) {
-            u32 a[4], b[4];
+            u32 a[4];
             load_left(a, s.target_vectors, ES, strip * 16, k);
-            load_right_of_transpose(b, s.state, ES, feature, k);
-            mma_bf16(seen[0], a, b[0], b[1]);
-            mma_bf16(seen[1], a, b[2], b[3]);
+            add_product_of_transpose(seen, a, s.state, ES, feature, k);
         }
         if (CAUSAL) {
-#pragma unroll
-            for (int n = 0; n < T / 16; ++n) {
+            UNROLLED(n, T / 16) {
                 if (visible(strip, n)) {
-                    u32 b[4];
-                    load_right_of_transpose(b, s.phi, TS, feature, n * 16);
-                    mma_bf16(seen[0], products[n], b[0], b[1]);
-                    mma_bf16(seen[1], products[n], b[2], b[3]);
+                    add_product_of_transpose(seen, products[n], s.phi, TS, feature, n * 16);
                 }
             }
         }
         u32 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLLED(i, 4) {
             const int n = i / 2, half = i % 2, row = strip * 16 + half * 8 + g, r = feature + n * 8 + t * 2;
             float d[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            UNROLLED(j, 2) {
                 d[j] = weight[n][half * 2 + j] * seen[n][half * 2 + j];
                 if (MAP != 0) {
                     d[j] *= r + j < D ? derivative(input_to_float(s.targets[row * DS + r + j])) : 0.0f;
@@ -235,8 +211,7 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
             }
         }
         if (MAP == 0) {
-#pragma unroll
-            for (int n = 0; n < D / 16; ++n) {
+            UNROLLED(n, D / 16) {
                 u32 b[4];
                 load_right_as_bf16(b, s.projection, DS, feature, n * 16);
                 mma_bf16(sums[2 * n], a, b[0], b[1]);
@@ -247,12 +222,10 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
     if (MAP != 0) {
         return rejected;
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         const int row = strip * 16 + half * 8 + g;
         const float curvature_term = KEYS ? curvature * row_sum(total[half]) : 0.0f;
-#pragma unroll
-        for (int n = 0; n < D / 8; ++n) {
+        UNROLLED(n, D / 8) {
             const int x = n * 8 + t * 2;
             const float low = sums[n][half * 2] - curvature_term * input_to_float(s.targets[row * DS + x]);
             const float high = sums[n][half * 2 + 1] - curvature_term * input_to_float(s.targets[row * DS + x + 1]);
@@ -265,7 +238,7 @@ __device__ __forceinline__ bool token_gradient(const Shared& s, int strip, const
     return rejected;
 }
 
-// Gradients of `width` values of a strip of 16 keys; returns the same.
+// Gradients of `width` values of a strip of 16 keys, which later queries see; returns the same.
 template <bool CAUSAL>
 __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* gradient, i64 first, i64 end,
                                                int value_dim, int width) {
@@ -277,12 +250,10 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
         float weight[2][4];
         weigh(weight, s, strip, feature);
         u32 a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        UNROLLED(i, 4) {
             const int n = i / 2, half = i % 2, row = strip * 16 + half * 8 + g, r = feature + n * 8 + t * 2;
             float w[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
+            UNROLLED(j, 2) {
                 w[j] = weight[n][half * 2 + j];
                 if (MAP != 0) {
                     w[j] *= r + j < D ? activation(input_to_float(s.targets[row * DS + r + j])) : 0.0f;
@@ -291,50 +262,27 @@ __device__ __forceinline__ bool value_gradient(const Shared& s, int strip, u16* 
             a[i] = pack_bf16(w[0], w[1]);
         }
         if (CAUSAL) {
-#pragma unroll
-            for (int n = 0; n < T / 16; ++n) {
-                if (visible(strip, n)) {
-                    u32 b[4];
-                    load_right(b, s.phi, TS, feature, n * 16);
-                    mma_bf16(scores[2 * n], a, b[0], b[1]);
-                    mma_bf16(scores[2 * n + 1], a, b[2], b[3]);
-                }
-            }
+            add_product(scores, a, s.phi, TS, feature, strip);
         }
-#pragma unroll
-        for (int n = 0; n < E / 16; ++n) {
-            u32 b[4];
-            load_right(b, s.state, ES, feature, n * 16);
-            mma_bf16(sums[2 * n], a, b[0], b[1]);
-            mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
-        }
+        add_product(sums, a, s.state, ES, feature);
     }
     if (CAUSAL) {
-#pragma unroll
-        for (int k = 0; k < T / 16; ++k) {
+        UNROLLED(k, T / 16) {
             if (!visible(strip, k)) {
                 continue;
             }
             u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
+            UNROLLED(i, 4) {
                 const int n = 2 * k + i / 2, half = i % 2;
                 const int row = strip * 16 + half * 8 + g, source = n * 8 + t * 2;
                 a[i] = pack_bf16(visible(row, source) ? scores[n][half * 2] : 0.0f,
                                  visible(row, source + 1) ? scores[n][half * 2 + 1] : 0.0f);
             }
-#pragma unroll
-            for (int n = 0; n < E / 16; ++n) {
-                u32 b[4];
-                load_right(b, s.source_vectors, ES, k * 16, n * 16);
-                mma_bf16(sums[2 * n], a, b[0], b[1]);
-                mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
-            }
+            add_product(sums, a, s.source_vectors, ES, k * 16);
         }
     }
     bool rejected = false;
-#pragma unroll
-    for (int i = 0; i < E / 4; ++i) {
+    UNROLLED(i, E / 4) {
         const int n = i / 2, half = i % 2, x = n * 8 + t * 2;
         const i64 token = first + strip * 16 + half * 8 + g;
         if (x < width && token < end) {
@@ -418,11 +366,9 @@ KERNEL __launch_bounds__(THREADS)
 // (heads, needed, m, e + 1), shifts (heads, needed, m). Blocks: x = head * needed + place.
 KERNEL __launch_bounds__(THREADS, 1)
     segment_adjoints(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ grads, VIEW(grad),
-                     const float* __restrict__ rows, const float* __restrict__ scalars,
-                     const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                     i64 spec_2, i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int needed,
-                     int head_dim, int value_dim, int features, float* __restrict__ kvz,
-                     float* __restrict__ shifts) {
+                     const float* __restrict__ rows, const float* __restrict__ scalars, SPEC, i64 n1, i64 n2,
+                     i64 length, i64 segment_length, int segments, int needed, int head_dim, int value_dim,
+                     int features, float* __restrict__ kvz, float* __restrict__ shifts) {
     const Shared s = share(true, false);
     const i64 head = blockIdx.x / needed, place = blockIdx.x % needed, segment = segments - 1 - place;
     const i64 spec = OFFSET(spec);
@@ -458,12 +404,9 @@ KERNEL __launch_bounds__(THREADS, 1)
 KERNEL __launch_bounds__(THREADS, 1)
     read_gradients(const u16* __restrict__ tokens, VIEW(token), const u16* __restrict__ vectors, VIEW(vector),
                    const unsigned char* __restrict__ mask, VIEW(mask), const float* __restrict__ rows,
-                   const float* __restrict__ scalars, const u16* __restrict__ projection,
-                   const float* __restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2,
-                   const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2, i64 length,
-                   i64 segment_length, int segments, int head_dim, int value_dim, int features, float curvature,
-                   u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
-                   u16* __restrict__ of_values, int* __restrict__ flag) {
+                   const float* __restrict__ scalars, SPEC, const float* __restrict__ kvz,
+                   const float* __restrict__ shifts, SIZES, u16* __restrict__ whole, float* __restrict__ partials,
+                   i64 partial_size, u16* __restrict__ of_values, int* __restrict__ flag) {
     const Shared s = share(false, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec), state = head * features;
@@ -472,9 +415,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     vectors += OFFSET(vector) + first_value;
     mask = mask == nullptr ? mask : mask + OFFSET(mask);
     scalars = scalars == nullptr ? scalars : scalars + head * length;
-    const i64 head_start = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
-                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
+    const Gradient gradient(whole, partials, partial_size, head * length * head_dim);
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     start_projection(s, projection + spec * M * D, col + spec * M);
     load_read_state(s, col + spec * M, kvz + state * (value_dim + 1), shifts + state, features, value_dim, first_value);
@@ -510,12 +451,10 @@ KERNEL __launch_bounds__(THREADS, 1)
     causal_gradients(const u16* __restrict__ queries, VIEW(query), const u16* __restrict__ keys, VIEW(key),
                      const u16* __restrict__ values, VIEW(value), const u16* __restrict__ grads, VIEW(grad),
                      const unsigned char* __restrict__ mask, VIEW(mask), const float* __restrict__ query_rows,
-                     const float* __restrict__ query_scalars, const float* __restrict__ key_rows,
-                     const u16* __restrict__ projection, const float* __restrict__ col, i64 spec_0, i64 spec_1,
-                     i64 spec_2, const float* __restrict__ kvz, const float* __restrict__ shifts, i64 n1, i64 n2,
-                     i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features,
-                     float curvature, u16* __restrict__ whole, float* __restrict__ partials, i64 partial_size,
-                     u16* __restrict__ of_values, int* __restrict__ flag) {
+                     const float* __restrict__ query_scalars, const float* __restrict__ key_rows, SPEC,
+                     const float* __restrict__ kvz, const float* __restrict__ shifts, SIZES, u16* __restrict__ whole,
+                     float* __restrict__ partials, i64 partial_size, u16* __restrict__ of_values,
+                     int* __restrict__ flag) {
     const Shared s = share(true, true);
     const i64 head = blockIdx.x / segments, segment = blockIdx.x % segments;
     const i64 spec = OFFSET(spec);
@@ -528,9 +467,7 @@ KERNEL __launch_bounds__(THREADS, 1)
     query_rows += head * length;
     query_scalars += head * length;
     key_rows += head * length;
-    const i64 head_start = head * length * head_dim;
-    const Gradient gradient = {whole == nullptr ? whole : whole + head_start,
-                               partials == nullptr ? partials : partials + blockIdx.y * partial_size + head_start};
+    const Gradient gradient(whole, partials, partial_size, head * length * head_dim);
     of_values = KEYS ? of_values + head * length * value_dim + first_value : of_values;
     const i64 before = (head * segments + (KEYS ? segments - 1 - segment : segment)) * features;
     start_projection(s, projection + spec * M * D, col + spec * M);

@@ -68,8 +68,7 @@ KERNEL __launch_bounds__(THREADS) check_finite(const float* __restrict__ x, i64 
     constexpr int AT_ONCE = 8;
     const i64 first = static_cast<i64>(blockIdx.x) * AT_ONCE * THREADS + threadIdx.x;
     bool bad = false;
-#pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
+    UNROLLED(k, AT_ONCE) {
         bad = bad || (first + k * THREADS < size && !isfinite(x[first + k * THREADS]));
     }
     if (bad) {

@@ -84,22 +84,17 @@ __device__ __forceinline__ void step_rows(float (&sums)[COLUMNS], const Shared& 
     const bool has_last = (COLUMNS - 1) * WARP + lane < columns;  // all columns before it are there
     // All are loaded before one is stored: a load may not pass a store that may be to its address.
     float entries[COUNT][COLUMNS], value[COLUMNS];
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
+    UNROLLED(j, COUNT) {
+        UNROLLED(i, COLUMNS) {
             entries[j][i] = i + 1 < COLUMNS || has_last ? kvz[j * step + i * WARP] : 0.0f;
         }
     }
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
+    UNROLLED(i, COLUMNS) {
         value[i] = i + 1 < COLUMNS || has_last ? s.value[i * WARP + lane] : 0.0f;
     }
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j) {
+    UNROLLED(j, COUNT) {
         const float factor = s.factors[r + j * WARPS], add = s.add[r + j * WARPS], read = s.read[r + j * WARPS];
-#pragma unroll
-        for (int i = 0; i < COLUMNS; ++i) {
+        UNROLLED(i, COLUMNS) {
             const float entry = fmaf(add, value[i], entries[j][i] * factor);
             sums[i] = fmaf(read, entry, sums[i]);
             if (i + 1 < COLUMNS || has_last) {
@@ -128,8 +123,7 @@ __device__ __forceinline__ void step_state(const Shared& s, const float* kvz, fl
         kvz += WARPS * columns;
         next += WARPS * columns;
     }
-#pragma unroll
-    for (int i = 0; i < COLUMNS; ++i) {
+    UNROLLED(i, COLUMNS) {
         const int x = i * WARP + lane;
         if (x < columns) {
             s.sums[warp * columns + x] = sums[i];
@@ -238,9 +232,8 @@ KERNEL __launch_bounds__(THREADS, 2)
               i64 value_row, const unsigned char* __restrict__ mask, VIEW(mask), i64 mask_row,
               const float* __restrict__ weights, VIEW(weight), i64 weight_row, const float* __restrict__ projection,
               const float* __restrict__ col, VIEW(spec), const float* kvz, const float* shifts, VIEW(state), i64 n1,
-              i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns,
-              float curvature, float* workspace, float* workspace_shifts, Input* __restrict__ output,
-              float* __restrict__ norms) {
+              i64 n2, i64 length, i64 segment_length, int segments, int d, int m, int columns, float curvature,
+              float* workspace, float* workspace_shifts, Input* __restrict__ output, float* __restrict__ norms) {
     if (!flags[blockIdx.x]) {
         return;
     }

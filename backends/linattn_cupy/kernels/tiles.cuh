@@ -32,6 +32,12 @@ struct Tiles {
     float* rows;      // (T): log weight of the tile's tokens
 };
 
+// Lay out an array of so many bytes.
+__device__ __forceinline__ u16* take(unsigned char*& p, int bytes) {
+    p += bytes;
+    return reinterpret_cast<u16*>(p - bytes);
+}
+
 // Lay out the float32 arrays from here on; returns the address after them.
 __device__ __forceinline__ float* place_numbers(Tiles& s, unsigned char* p) {
     s.col = reinterpret_cast<float*>(p);
@@ -133,14 +139,53 @@ __device__ __forceinline__ void load_right_of_transpose(u32 (&b)[4], const u16* 
     load_matrices(b, tile + (row + lane / 16 * 8 + lane % 8) * stride + column + lane / 8 % 2 * 8);
 }
 
+// d += a b, of bf16: b are rows `row`... of a row-major array, columns 16 `first` up to 16 `end`.
+template <int N>
+__device__ __forceinline__ void add_product(float (&d)[N][4], const u32 (&a)[4], const u16* tile, int stride, int row,
+                                            int first = 0, int end = N / 2) {
+    UNROLLED(n, N / 2) {
+        if (n >= first && n < end) {
+            u32 b[4];
+            load_right(b, tile, stride, row, n * 16);
+            mma_bf16(d[2 * n], a, b[0], b[1]);
+            mma_bf16(d[2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// d += a b, of bf16: b are the columns `column`... of the transpose of 16 rows of an array.
+__device__ __forceinline__ void add_product_of_transpose(float (&d)[2][4], const u32 (&a)[4], const u16* tile,
+                                                         int stride, int row, int column) {
+    u32 b[4];
+    load_right_of_transpose(b, tile, stride, row, column);
+    mma_bf16(d[0], a, b[0], b[1]);
+    mma_bf16(d[1], a, b[2], b[3]);
+}
+
+// Multiply row g or g + 8 of all fragments by a factor.
+template <int N>
+__device__ __forceinline__ void scale_rows(float (&d)[N][4], int half, float factor) {
+    UNROLLED(n, N) {
+        d[n][half * 2] *= factor;
+        d[n][half * 2 + 1] *= factor;
+    }
+}
+
 // Loading ------------------------------------------------------------------------------------------
+
+// Before loops over a tile that causal gradients of some sizes would spill registers to unroll.
+#if defined(KEYS) && HEAD_DIM > 96 && FEATURES > 128 && FEATURES < 256
+#define ROLLED _Pragma("unroll 1")
+#else
+#define ROLLED
+#endif
 
 // Start the copy of ROWS tokens; those after the end, masked or beyond `width` become zeros.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void start_tile(u16* tile, const u16* source, i64 row_stride, i64 first, i64 end,
                                            int width, const unsigned char* mask, i64 mask_row) {
     constexpr int COPIES = WIDTH / 8;
-    for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
+    ROLLED for (int i = threadIdx.x; i < ROWS * COPIES; i += THREADS) {
         int row = i / COPIES, column = i % COPIES * 8;
         i64 token = first + row;
         bool valid = token < end && column < width;
@@ -162,7 +207,7 @@ __device__ __forceinline__ void start_projection(const Tiles& s, const u16* proj
 // Values of float16 become bf16.
 __device__ __forceinline__ void make_bf16(u16* values) {
     if (FP16) {
-        for (int i = threadIdx.x; i < T * E; i += THREADS) {
+        ROLLED for (int i = threadIdx.x; i < T * E; i += THREADS) {
             u16* value = values + i / E * ES + i % E;
             *value = float_to_bf16(f16_to_float(*value));
         }
@@ -177,10 +222,8 @@ struct State {
 __device__ __forceinline__ void load_state(State& state, const Tiles& s, const float* kvz, const float* c,
                                            int features, int value_dim, int first_value) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLLED(strip, STRIPS) {
+        UNROLLED(half, 2) {
             int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
             bool valid = kvz != nullptr && r < features;
             const float* row = kvz + static_cast<i64>(r) * (value_dim + 1);
@@ -188,10 +231,8 @@ __device__ __forceinline__ void load_state(State& state, const Tiles& s, const f
                 s.shifts[r] = valid ? c[r] : -INFINITE;
                 s.sums[r] = valid ? row[value_dim] : 0.0f;
             }
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
+            UNROLLED(n, E / 8) {
+                UNROLLED(i, 2) {
                     int x = first_value + n * 8 + t * 2 + i;
                     state.kv[strip][n][half * 2 + i] = valid && x < value_dim ? row[x] : 0.0f;
                 }
@@ -203,10 +244,8 @@ __device__ __forceinline__ void load_state(State& state, const Tiles& s, const f
 __device__ __forceinline__ void store_state(const State& state, const Tiles& s, float* kvz, float* c,
                                             int features, int value_dim, int first_value) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int strip = 0; strip < STRIPS; ++strip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+    UNROLLED(strip, STRIPS) {
+        UNROLLED(half, 2) {
             int r = (warp * STRIPS + strip) * 16 + half * 8 + g;
             if (r >= features) {
                 continue;
@@ -216,10 +255,8 @@ __device__ __forceinline__ void store_state(const State& state, const Tiles& s, 
                 c[r] = s.shifts[r];
                 row[value_dim] = s.sums[r];
             }
-#pragma unroll
-            for (int n = 0; n < E / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
+            UNROLLED(n, E / 8) {
+                UNROLLED(i, 2) {
                     int x = first_value + n * 8 + t * 2 + i;
                     if (x < value_dim) {
                         row[x] = state.kv[strip][n][half * 2 + i];
@@ -252,12 +289,10 @@ __device__ __forceinline__ void load_read_state(const Tiles& s, const float* col
 __device__ __forceinline__ void load_coordinates(u32 (&x)[T / 16][4], float (&top)[2], const Tiles& s,
                                                  const u16* tokens, int feature) {
     const int g = threadIdx.x % WARP / 4;
-#pragma unroll
-    for (int k = 0; k < T / 16; ++k) {
+    UNROLLED(k, T / 16) {
         load_left_of_transpose(x[k], tokens, DS, feature, k * 16);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    UNROLLED(half, 2) {
         u32 largest = max_inputs(x[0][half], x[0][half + 2]);
 #pragma unroll
         for (int k = 1; k < T / 16; ++k) {
@@ -284,32 +319,27 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
         const int first_feature = (threadIdx.x / WARP * STRIPS + first) * 16;
         float(*kv)[E / 8][4] = state.kv + first;
         float log[TOGETHER][T / 8][4];
-#pragma unroll
-        for (int strip = 0; strip < TOGETHER; ++strip) {
+        UNROLLED(strip, TOGETHER) {
             const float col[2] = {s.col[first_feature + strip * 16 + g], s.col[first_feature + strip * 16 + 8 + g]};
-#pragma unroll
-            for (int n = 0; n < T / 8; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
+            UNROLLED(n, T / 8) {
+                UNROLLED(i, 4) {
                     log[strip][n][i] = BY_LOGS ? col[i / 2] + s.rows[n * 8 + t * 2 + i % 2] : 0.0f;
                 }
             }
         }
         u32 x[T / 16][4];
         if (MAP == 0) {
-#pragma unroll 2
+            // Gradients of d = 32 spill registers where both steps are unrolled.
+#pragma unroll(WEIGHED && D == 32 ? 1 : 2)
             for (int k = 0; k < D; k += 16) {
                 u32 a[TOGETHER][4];
-#pragma unroll
-                for (int strip = 0; strip < TOGETHER; ++strip) {
+                UNROLLED(strip, TOGETHER) {
                     load_left(a[strip], s.projection, DS, first_feature + strip * 16, k);
                 }
-#pragma unroll
-                for (int n = 0; n < T / 16; ++n) {
+                UNROLLED(n, T / 16) {
                     u32 b[4];
                     load_right_of_transpose(b, tokens, DS, n * 16, k);
-#pragma unroll
-                    for (int strip = 0; strip < TOGETHER; ++strip) {
+                    UNROLLED(strip, TOGETHER) {
                         mma_input(log[strip][2 * n], a[strip], b[0], b[1]);
                         mma_input(log[strip][2 * n + 1], a[strip], b[2], b[3]);
                     }
@@ -317,17 +347,14 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
             }
         }
         float top[TOGETHER][2], shift[TOGETHER][2], rescaled[TOGETHER][2];
-#pragma unroll
-        for (int strip = 0; strip < TOGETHER; ++strip) {
+        UNROLLED(strip, TOGETHER) {
             const int feature = first_feature + strip * 16;
             const float before[2] = {s.shifts[feature + g], s.shifts[feature + 8 + g]};
             top[strip][0] = before[0];
             top[strip][1] = before[1];
             if (BY_LOGS) {
-#pragma unroll
-                for (int n = 0; n < T / 8; ++n) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
+                UNROLLED(n, T / 8) {
+                    UNROLLED(i, 4) {
                         const int r = feature + g + i / 2 * 8, token = n * 8 + t * 2 + i % 2;
                         float& l = log[strip][n][i];
                         if (MAP != 0) {
@@ -339,24 +366,18 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
             } else {
                 load_coordinates(x, top[strip], s, tokens, feature);
             }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+            UNROLLED(half, 2) {
                 const int r = feature + half * 8 + g;
                 top[strip][half] = row_max(top[strip][half]);
                 shift[strip][half] = finite_shift(top[strip][half]);
                 const float factor = exp_less(before[half], shift[strip][half]);
                 rescaled[strip][half] = s.sums[r] * factor;
                 if (warp_any(factor != 1.0f)) {
-#pragma unroll
-                    for (int n = 0; n < E / 8; ++n) {
-                        kv[strip][n][half * 2] *= factor;
-                        kv[strip][n][half * 2 + 1] *= factor;
-                    }
+                    scale_rows(kv[strip], half, factor);
                 }
                 if (READ) {
                     u32* row = reinterpret_cast<u32*>(s.state + r * ES);
-#pragma unroll
-                    for (int n = 0; n < E / 8; ++n) {
+                    UNROLLED(n, E / 8) {
                         row[n * 4 + t] =
                             pack_bf16(kv[strip][n][half * 2], kv[strip][n][half * 2 + 1]);
                     }
@@ -368,23 +389,18 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
             }
         }
         float less_col[2], factors[2];  // of pointwise maps: shifts without col, and their inverse factors
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        UNROLLED(half, 2) {
             less_col[half] = shift[0][half] - s.col[first_feature + half * 8 + g];
             factors[half] = exp_less(0.0f, less_col[half]);
         }
         float z[TOGETHER][2] = {};
-#pragma unroll
-        for (int k = 0; k < T / 16; ++k) {
+        UNROLLED(k, T / 16) {
             u32 a[TOGETHER][4];
-#pragma unroll
-            for (int strip = 0; strip < TOGETHER; ++strip) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
+            UNROLLED(strip, TOGETHER) {
+                UNROLLED(i, 4) {
                     const int n = 2 * k + i / 2, half = i % 2;  // tokens 8 n + 2 t, feature g + 8 half
                     float phi[2];
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
+                    UNROLLED(j, 2) {
                         phi[j] = BY_LOGS ? weight_less(log[strip][n][half * 2 + j], shift[strip][half])
                                          : scaled_activation(j == 0 ? low_input(x[k][i]) : high_input(x[k][i]),
                                                              less_col[half], factors[half]);
@@ -402,21 +418,17 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
                     }
                 }
             }
-#pragma unroll
-            for (int n = 0; n < E / 16; ++n) {
+            UNROLLED(n, E / 16) {
                 u32 b[4];
                 load_right(b, values, ES, k * 16, n * 16);
-#pragma unroll
-                for (int strip = 0; strip < TOGETHER; ++strip) {
+                UNROLLED(strip, TOGETHER) {
                     mma_bf16(kv[strip][2 * n], a[strip], b[0], b[1]);
                     mma_bf16(kv[strip][2 * n + 1], a[strip], b[2], b[3]);
                 }
             }
         }
-#pragma unroll
-        for (int strip = 0; strip < TOGETHER; ++strip) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
+        UNROLLED(strip, TOGETHER) {
+            UNROLLED(half, 2) {
                 const int r = first_feature + strip * 16 + half * 8 + g;
                 const float sum = rescaled[strip][half] + row_sum(z[strip][half]);
                 warp_sync();  // all lanes have read what the first of four writes
@@ -433,3 +445,10 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 
 // Strides in elements, of three leading axes of sizes (.., n1, n2) and of the tokens.
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
+// The map; strides count whole projections.
+#define SPEC \
+    const u16 *__restrict__ projection, const float *__restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2
+// Axes of heads, how tokens are cut into segments, dims, and the curvature of the map.
+#define SIZES                                                                                                     \
+    i64 n1, i64 n2, i64 length, i64 segment_length, int segments, int head_dim, int value_dim, int features, \
+        float curvature

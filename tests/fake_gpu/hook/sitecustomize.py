@@ -42,7 +42,6 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            sys.meta_path.remove(self)
             execute = spec.loader.exec_module
 
             def exec_module(module):
