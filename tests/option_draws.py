@@ -374,7 +374,8 @@ def share(case: Case) -> None:
     rng = np.random.default_rng([case.seed, 8])
     for name in ("query", "value"):
         array = getattr(case, name)
-        fits = array.ndim <= case.key.ndim and rng.random() < 0.5
+        lead = case.key.shape[:-2]
+        fits = np.broadcast_shapes(lead, array.shape[:-2]) == lead and rng.random() < 0.5
         ones: Any = (slice(0, 1),) * (array.ndim - 2) if fits else ...
         setattr(case, name, array[ones])
 
