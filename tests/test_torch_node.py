@@ -46,11 +46,11 @@ def _recurrence(rule: str) -> Any:
             gates["log_decay"] = -GATE[:, :length].to(**like)
         if "delta" in rule:
             gates["beta"] = BETA[:, :length].to(**like)
-        if rule == "gated":
+        if rule == "gated_delta":
             # A last token is left, after which there is no state.
             gates["return_states_every"] = 4
         answer = interop.linear_recurrence(*qkv, update_rule=rule, **gates)
-        output, states = answer if rule == "gated" else (answer, [])
+        output, states = answer if rule == "gated_delta" else (answer, [])
         return output + sum(state.sum().to(output.dtype) for state in states)
 
     return attend
