@@ -76,7 +76,7 @@ def rejected_rows(
     neither rejects a row.
     """
     xp = _arrays.namespace(part.num_den)
-    if bool(xp.all(_accepted_at_once(part, values_and_one, state, m))):
+    if bool(_accepted_at_once(part, values_and_one, state, m)):
         return None
     rejected = ~_accepted(part, log_weight, values_and_one, state, m)
     return rejected if bool(xp.any(rejected)) else None
@@ -113,14 +113,15 @@ def _floor(part: Partial, state: State, m: int) -> Array:
 
 
 def _accepted_at_once(part: Partial, values_and_one: Array, state: State, m: int) -> Array:
-    """Whether rows ``(..., n, 1)`` are accepted by their own numbers and the first values."""
+    """Whether all rows are accepted by their own numbers and the first values; ``()``."""
     xp = _arrays.namespace(part.num_den)
     ones = xp.ones_like(values_and_one[..., :1, :1])
     denominator = xp.abs(part.num_den[..., -1:])
     # All rows see the first values, so others are seldom inspected.
     first = xp.min(xp.abs(values_and_one[..., :1, :]), axis=-1, keepdims=True)
     large = denominator * xp.minimum(SMALL_VALUES * first, ones) >= _floor(part, state, m)
-    return large & xp.all(xp.isfinite(part.num_den), axis=-1, keepdims=True)
+    # One number that is not finite makes the sum of its column so.
+    return xp.all(large) & xp.all(xp.isfinite(xp.sum(part.num_den, axis=-2)))
 
 
 def _values_seen(values_and_one: Array, state: State) -> Array:
@@ -224,7 +225,7 @@ def _scan_staged(
     part, after = scan_features(*block)
     jax, m = sys.modules["jax"], state.kvz.shape[-2]
     part_, values, before = jax.lax.stop_gradient((part, values_and_one, state))
-    is_fine = jax.numpy.all(_accepted_at_once(part_, values, before, m))
+    is_fine = _accepted_at_once(part_, values, before, m)
 
     def look() -> Array:
         return jax.numpy.all(_accepted(part_, log_weight, values, before, m))

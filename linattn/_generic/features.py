@@ -25,7 +25,7 @@ from linattn.typing import (
     Spec,
     Tokens,
 )
-from linattn.typing._shifts import largest
+from linattn.typing._shifts import largest, largest_of_rows
 
 SMALL_VALUE = 2.0**-40
 """Of a feature, beside the largest of its row: below, products with it may not be normal."""
@@ -114,7 +114,7 @@ def query_features(spec: Spec, tokens: Tokens) -> tuple[Features, Array]:
         features = row_features(spec, tokens)
         xp = namespace(features.log)
         log_row = xp.zeros_like(features.log[..., :1])
-    top = finite_shift(largest(features.log, keepdims=True), xp)
+    top = finite_shift(largest_of_rows(features.log), xp)
     return Features(features.log - top, features.values), log_row + top
 
 

@@ -102,7 +102,8 @@ def _pointwise(spec: Pointwise, tokens: Tokens, xp: ModuleType) -> Features:
         u = u + spec.bias[..., None, :]
     if _in_logs(spec):
         # As values, features of a row far below its largest would underflow, and their products.
-        return Features(xp.where(u > 0, xp.log1p(xp.maximum(u, xp.zeros_like(u))), u), None)
+        # As exact as 1 + u, which the feature is.
+        return Features(xp.where(u > 0, xp.log(1 + xp.maximum(u, xp.zeros_like(u))), u), None)
     values, log = spec.f.apply(u, xp)
     if spec.offset != 0.0:
         values = values + spec.offset

@@ -12,7 +12,7 @@ from linattn._arrays import dtype_bits, namespace
 from linattn._generic.features import query_features, row_features
 from linattn._numerics import FAINT, LEAST, exp_or_zero, finite_shift, flushed, rescaled
 from linattn.typing import Array, Features, Partial, Problem, Spec, State, Tokens
-from linattn.typing._shifts import constant, largest
+from linattn.typing._shifts import constant, largest, largest_of_rows
 
 
 def empty_state(lead: tuple[int, ...], m: int, e: int, like: Array) -> State:
@@ -82,7 +82,7 @@ def query_weights(
     log, values = features
     xp = namespace(log)
     e = log + log_scale[..., None, :]
-    row = largest(e, keepdims=True)
+    row = largest_of_rows(e)
     weights = exp_or_zero(e - finite_shift(row, xp), bits, least)
     return (weights if values is None else flushed(values * weights, least)), row
 

@@ -32,3 +32,8 @@ def largest(array: Any, *, axis: Any = -1, keepdims: bool = False) -> Any:
         nan = xp.where(xp.isnan(array), array, xp.zeros_like(array))
         return found + xp.sum(nan, axis=axis, keepdims=keepdims)
     return found
+
+
+def largest_of_rows(array: Any) -> Any:
+    """Return :func:`largest` of each row, which keeps its NaN where it was."""
+    return array_api_compat.array_namespace(array).max(constant(array), axis=-1, keepdims=True)
