@@ -555,7 +555,6 @@ def test_attention_that_is_differentiated_is_exact(which: int) -> None:
     # Clusters are found on the host. Gradients of keys were missing or far off.
     qkv = list(torch.randn(3, 1, 1800, 32, generator=torch.Generator().manual_seed(0)) / 3 + 1)
     attend: Any = functools.partial(linattn.attention, tolerance=None, rng=0, return_report=True)
-    assert attend(*qkv)[1].method == "landmarks"
 
     def loss(x: Any, function: Any) -> Any:
         return function(*qkv[:which], x, *qkv[which + 1 :]).square().sum()
