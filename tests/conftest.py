@@ -102,12 +102,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     wanted, name = config.option.markexpr, collection_path.name
     if not name.startswith("test_") or not name.endswith(".py"):
         return None
-    if wanted == "frameworks":
-        text = collection_path.read_text(encoding="utf-8")
-        is_in = re.search(r"\b(xp|frameworks)\b", text) is not None
-    else:
-        is_in = wanted not in SUBSETS or name in SUBSETS[wanted]
-    return None if is_in else True
+    for subset in wanted.split(" or "):
+        if subset == "frameworks":
+            text = collection_path.read_text(encoding="utf-8")
+            is_in = re.search(r"\b(xp|frameworks)\b", text) is not None
+        else:
+            is_in = subset not in SUBSETS or name in SUBSETS[subset]
+        if is_in:
+            return None
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
