@@ -248,14 +248,15 @@ def _lines(problem: Problem, functions: BlockFunctions) -> tuple[Partial, State]
 
 def _read_in_runs(whole: Partial, runs: list[Run], places: list[Integers], length: int) -> Partial:
     """Return what each query has read in the run that has it, nothing if none has."""
-    xp, index = _arrays.namespace(whole.num_den), np.full(length, -1)
+    num_den, log = whole[:2]
+    xp, index = _arrays.namespace(num_den), np.full(length, num_den.shape[-2])
     for run, place in zip(runs, places, strict=True):
         index[run.queries] = place
-    num_den, log = (rows_at(x, np.maximum(index, 0)) for x in whole[:2])
-    if (index >= 0).all():
-        return Partial(num_den, log)
-    reads = xp.asarray(index[:, None] >= 0)
-    return Partial(xp.where(reads, num_den, 0), xp.where(reads, log, -xp.inf))
+    if (index == num_den.shape[-2]).any():
+        # One more row. XLA would fold a choice by a constant when it compiles, for seconds.
+        num_den = padded(num_den, 1)
+        log = xp.concat([log, xp.full_like(log[..., :1, :], -xp.inf)], axis=-2)
+    return Partial(rows_at(num_den, index), rows_at(log, index))
 
 
 def _with_weight(part: Partial, problem: Problem, side: SideRuns) -> Partial:
