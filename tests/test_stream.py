@@ -263,7 +263,14 @@ class TestCheckpoints:
     def test_a_run_that_was_stopped_ends_in_the_same_bits(self, tmp_path, mode, size):
         q, k, v = tokens(dtype=np.float32)
         arguments: dict[str, Any] = {"block_size": size, **MODES[mode]}
-        wanted, out = np.empty_like(v), np.full_like(v, np.nan)
+        if size > 1:
+            # More heads than the keys have, and more tokens than all blocks together.
+            nothing = linattn.init_state(PHI, WIDTH, batch_shape=(3, 2), like=k)
+            before = linattn.update_state(nothing, k, v, PHI)
+            arguments["initial_state"] = before._replace(length=10**6)
+            q = np.stack([q] * 3)
+        wanted = np.empty((*q.shape[:-1], WIDTH), q.dtype)
+        out = np.full_like(wanted, np.nan)
         undisturbed = attend(q, k, v, wanted, PHI, **arguments)
         arguments["checkpoint"] = tmp_path / "run"
         for steps in (1, 2, 3, 90):

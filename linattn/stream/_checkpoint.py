@@ -141,7 +141,8 @@ class Checkpoint:
         step, walk = int(arrays["step"]), self.walk
         if not 0 <= step <= len(walk.rows):
             raise ValueError(f"step must be 0 to {len(walk.rows)}, got {step}")
-        state = self._state(*(arrays.get(n) for n in ("kvz", "log_scale", "length", "log_decay")))
+        fields = (arrays.get(name) for name in ("kvz", "log_scale", "length", "log_decay"))
+        state = self._state(walk.first(step), *fields)
         later = [arrays.get(n) for n in ("later_kvz", "later_log_scale", "later_length")]
         counts = [0 if array is None else len(array) for array in later]
         if counts != [walk.num_later(step)] * 3:
@@ -149,7 +150,7 @@ class Checkpoint:
                 f"it must hold {walk.num_later(step)} states of later keys, got {counts}"
             )
         given = [array for array in later if array is not None]
-        states = tuple(self._state(*each) for each in zip(*given, strict=True))
+        states = tuple(self._state(walk.nothing, *each) for each in zip(*given, strict=True))
         records = self._records(arrays["checksums"])
         place = Place(step, state, states, len(records))
         written = [(r.start, r.stop) for r in records if r.name == "out"]
@@ -160,16 +161,17 @@ class Checkpoint:
             )
         return str(arrays["numerics"]), records, place
 
-    def _state(self, kvz: Any, log_scale: Any, length: Any, log_decay: Any = None) -> State:
-        begin = self.walk.begin
+    def _state(
+        self, begin: State, kvz: Any, log_scale: Any, length: Any, log_decay: Any = None
+    ) -> State:
+        """Return a state that goes on from another."""
         found = (kvz, log_scale, log_decay)
         for array, wanted in zip(found, (begin.kvz, begin.log_scale, begin.log_decay), strict=True):
             brief = [None if each is None else _brief(each) for each in (array, wanted)]
             if brief[0] != brief[1]:
                 raise ValueError(f"its state must have {brief[1]}, got {brief[0]}")
-        # A step adds at most all keys.
-        least, walk = int(begin.length), self.walk
-        most = least + walk.inputs.key.shape[-2] * (1 + len(walk.rows))
+        least = int(begin.length)
+        most = least + self.walk.inputs.key.shape[-2]
         if not least <= length <= most:
             raise ValueError(f"length must be {least} to {most}, got {length}")
         xp, device = _arrays.namespace(begin.kvz), array_api_compat.device(begin.kvz)

@@ -35,6 +35,8 @@ class Walk:
 
     def __init__(self, inputs: Inputs, out: Any, begin: State, block_size: int) -> None:
         self.inputs, self.out, self.begin = inputs, out, begin
+        self.nothing = begin
+        """What states of later keys begin with."""
         self.queries = _borders(inputs.query.shape[-2], block_size)
         self.keys = _borders(inputs.key.shape[-2], block_size)
 
@@ -56,6 +58,10 @@ class Walk:
     def num_later(self, step: int) -> int:
         """How many states of later keys a place has after some steps."""
         return 0
+
+    def first(self, step: int) -> State:
+        """State to which keys have been added in a place's after some steps."""
+        return self.begin
 
     def last(self, place: Place) -> State:
         """State after all keys, at the end."""
@@ -159,13 +165,17 @@ class _FullWindowWalk(_WindowWalk):
         """How many states of later keys a place has after some steps."""
         return sum(map(self.is_last_of_group, self.backward[:step]))
 
+    def first(self, step: int) -> State:
+        return self.nothing if 0 < step < len(self.backward) else self.begin
+
     def state_behind(self, block: int, next_behind: State) -> State:
         """State of all keys far after a block, from the state of the next block."""
         if block == len(self.queries) - 1:
             return self.nothing
         rows = slice(self.far_stop(block), self.far_stop(block + 1))
         nothing = self.nothing._replace(length=self.begin.length + rows.start)
-        return merge_states(self.add(nothing, rows), next_behind)
+        behind = merge_states(self.add(nothing, rows), next_behind)
+        return behind._replace(length=self.length - rows.start)
 
     def behind(self, block: int, later: tuple[State, ...]) -> State:
         """State of all keys far behind a block of the forward pass."""
