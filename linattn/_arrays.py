@@ -301,6 +301,13 @@ def is_differentiated(*arrays: Array | None) -> bool:
     return any(torch.autograd.forward_ad.unpack_dual(x)[1] is not None for x in tensors)
 
 
+def moveaxis(x: Array, source: int, target: int) -> Array:
+    """Move an axis; torch's function of this name cannot be mapped by ``torch.func.vmap``."""
+    if array_api_compat.is_torch_array(x):
+        return x.movedim(source, target)
+    return namespace(x).moveaxis(x, source, target)
+
+
 def to_numpy(
     array: Array, name: str = "an array that is computed with on the host"
 ) -> NDArray[Any]:
@@ -309,12 +316,18 @@ def to_numpy(
     Raises
     ------
     TypeError
-        A traced array, which has no values.
+        A traced array, or a batched one, which has no values.
     """
     if array_api_compat.is_cupy_array(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
-        array = array.detach().cpu()
+        array = array.detach()
+        if sys.modules["torch"]._C._functorch.is_batchedtensor(array):
+            raise TypeError(
+                f"{name} must have values, got a Tensor that torch.func.vmap maps; give the same "
+                f"one to each call, from outside"
+            )
+        array = array.cpu()
         return np.asarray(array.float() if str(array.dtype) == "torch.bfloat16" else array)
     if library_name(namespace(array)) == "array_api_strict":
         xp = namespace(array)

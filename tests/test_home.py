@@ -481,3 +481,49 @@ def test_where_it_must_not_be_home():
         dual = torch.autograd.forward_ad.make_dual(given[0], given[1])
         out = attend(dual, *given[1:])
         assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["linear", "softmax", "recurrence"])
+def test_any_call_is_mapped(kind):
+    """Arrays of options too, by ``torch.func.vmap``: what it gives one by one."""
+    torch, count = pytest.importorskip("torch"), 0
+    functions = linattn.linear_attention, linattn.softmax_attention, linattn.linear_recurrence
+    function = functions[["linear", "softmax", "recurrence"].index(kind)]
+    for seed in range(320, 345):
+        case = test_fuzz_options.KINDS[kind][0](seed)
+        phi = [case.feature_map] if kind == "linear" else []
+        fixed, mapped = dict(case.options), {}
+        for name, value in case.options.items():
+            if getattr(value, "dtype", np.dtype("i")).kind in "fb" or name == "key_lengths":
+                mapped[name] = torch.tensor(np.stack([fixed.pop(name)] * 2))
+        host = case.query, case.key, case.value
+        pairs = [[x, x[..., ::-1].copy()] for x in host]
+        try:
+            want = [function(*one, *phi, **case.options) for one in zip(*pairs, strict=True)]
+        except test_fuzz_options.REFUSALS:
+            continue
+        if "exact_clusters" in fixed:
+            continue
+        rest = tensors(fixed)
+        given = [torch.tensor(np.stack(pair)) for pair in pairs]
+        found = torch.func.vmap(lambda x, named: function(*x, *phi, **named, **rest))(given, mapped)
+        scale = np.max(np.abs(want), initial=0, where=np.isfinite(want))
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * scale, err_msg=repr(case))
+        count += 1
+    assert count > 15
+    if kind != "recurrence":
+        with pytest.raises(TypeError, match=r"prefix_length must have values, .* torch.func.vmap"):
+            torch.func.vmap(lambda n: function(*host, *phi, prefix_length=n))(torch.arange(3))
+
+
+def tensors(x: Any) -> Any:
+    """Arrays inside options as torch's."""
+    if isinstance(x, dict):
+        return {name: tensors(value) for name, value in x.items()}
+    if isinstance(x, tuple):
+        parts = map(tensors, x)
+        return type(x)(*parts) if isinstance(x, linattn.State) else tuple(parts)
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+        return pytest.importorskip("torch").tensor(x)
+    return x

@@ -16,7 +16,7 @@ import array_api_compat
 import numpy as np
 from numpy.typing import NDArray
 
-from linattn import _generic
+from linattn import _arrays, _generic
 from linattn._dispatch import BlockFunctions, find, is_declined
 from linattn._driver.blocks import (
     change_keys,
@@ -97,7 +97,7 @@ class Batch:
             return each[int(self.sequences[0]), ...]
         xp = array_api_compat.array_namespace(each)
         index = xp.asarray(self.sequences, device=array_api_compat.device(each))
-        return xp.moveaxis(xp.take(each, index, axis=0), 0, -trailing - 1)
+        return _arrays.moveaxis(xp.take(each, index, axis=0), 0, -trailing - 1)
 
     def problem(self, problem: Problem, *, keeps_state: bool) -> Problem:
         """Return the problem of these sequences; padding is masked where it could be seen."""
@@ -256,7 +256,7 @@ def join_sequences(problem: Problem, parts: list[tuple[Batch, Array]], trailing:
     """Join arrays of batches along a first axis of sequences; ``trailing``: axes after the lead."""
     xp = problem.xp
     stacked = [
-        array[None, ...] if len(batch) == 1 else xp.moveaxis(array, -trailing - 1, 0)
+        array[None, ...] if len(batch) == 1 else _arrays.moveaxis(array, -trailing - 1, 0)
         for batch, array in parts
     ]
     order = np.argsort(np.concatenate([batch.sequences for batch, _ in parts]))

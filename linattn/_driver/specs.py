@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from linattn import _generic
-from linattn._arrays import namespace
+from linattn._arrays import moveaxis, namespace
 from linattn._generic.column_means import normalize_state_vjp
 from linattn._generic.corrected import guard, widen_state
 from linattn._generic.separate import separate_state
@@ -129,11 +129,11 @@ def for_sequences(spec: Any, ndim: int) -> Any:
 
     def in_front(x: Array) -> Array:
         xp, lead = namespace(x), tuple(x.shape[:-3])
-        x = xp.moveaxis(x, -3, 0)
+        x = moveaxis(x, -3, 0)
         return xp.reshape(x, (x.shape[0], *(1,) * (ndim - len(lead)), *lead, *x.shape[-2:]))
 
     def behind(_: Array) -> Change:
-        return lambda x: namespace(x).moveaxis(x, 0, -3)
+        return lambda x: moveaxis(x, 0, -3)
 
     return _with_axis(spec, in_front, behind)
 

@@ -252,12 +252,12 @@ def _split(x: Array, axes: tuple[int, ...]) -> Array:
     xp, lead = _arrays.namespace(x), len(x.shape) - 2
     dim = x.shape[-1] // math.prod(axes)
     apart = xp.reshape(x, (*x.shape[:-1], *axes, dim))
-    return xp.moveaxis(apart, lead, -2)
+    return _arrays.moveaxis(apart, lead, -2)
 
 
 def _merge(x: Array, axes: tuple[int, ...]) -> Array:
     """Reshape (..., H, L, d) to (..., L, H d)."""
     xp, lead = _arrays.namespace(x), len(x.shape) - 2 - len(axes)
-    together = xp.moveaxis(x, -2, lead)
+    together = _arrays.moveaxis(x, -2, lead)
     width = math.prod(together.shape[lead + 1 :])
     return xp.reshape(together, (*together.shape[: lead + 1], width))
