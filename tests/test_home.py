@@ -505,9 +505,9 @@ def test_any_call_is_mapped(kind):
             continue
         if "exact_clusters" in fixed:
             continue
-        rest = tensors(fixed)
         given = [torch.tensor(np.stack(pair)) for pair in pairs]
-        found = torch.func.vmap(lambda x, named: function(*x, *phi, **named, **rest))(given, mapped)
+        call = partial(called, function, phi, tensors(fixed))
+        found = torch.func.vmap(call)(given, mapped)
         scale = np.max(np.abs(want), initial=0, where=np.isfinite(want))
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-9 * scale, err_msg=repr(case))
         count += 1
@@ -515,6 +515,10 @@ def test_any_call_is_mapped(kind):
     if kind != "recurrence":
         with pytest.raises(TypeError, match=r"prefix_length must have values, .* torch.func.vmap"):
             torch.func.vmap(lambda n: function(*host, *phi, prefix_length=n))(torch.arange(3))
+
+
+def called(function, phi, fixed, arrays, mapped):
+    return function(*arrays, *phi, **fixed, **mapped)
 
 
 def tensors(x: Any) -> Any:
