@@ -6,7 +6,6 @@
 
 namespace {
 
-thread_local int pointer_mode = 0, math_mode = 0;
 thread_local void* blas_stream = nullptr;
 
 struct Product {
@@ -94,12 +93,7 @@ int cublasCreate_v2(void** h) {
     return 0;
 }
 int cublasDestroy_v2(void*) { return 0; }
-int cublasGetVersion_v2(void*, int* v) { *v = 130000; return 0; }
-int cublasGetPointerMode_v2(void*, int* m) { *m = pointer_mode; return 0; }
-int cublasSetPointerMode_v2(void*, int m) { pointer_mode = m; return 0; }
-int cublasGetMathMode(void*, int* m) { *m = math_mode; return 0; }
-int cublasSetMathMode(void*, int m) { math_mode = m; return 0; }
-int cublasGetStream_v2(void*, void** s) { *s = blas_stream; return 0; }
+int cublasGetMathMode(void*, int* m) { *m = 0; return 0; }
 int cublasSetStream_v2(void*, void* s) { Guard guard(mutex); blas_stream = s; return check_stream(s, "cuBLAS") ? 7 : 0; }
 
 static double scalar(const void* p, int compute) { return compute == 70 || compute == 71 || compute == 1 ? *(const double*)p : *(const float*)p; }
