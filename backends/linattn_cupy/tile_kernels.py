@@ -141,8 +141,8 @@ def walk_keys(
             read = product(scores, v, read, F32)
             store_tokens(out, head, at, read / den, T, E)
             ct.store(dens, index=(head, at), tile=ct.reshape(den, (1, T)))
-        acc = product(phi, v, acc, F32)
         total = total + ct.sum(phi, axis=1, keepdims=True)
+        acc = product(phi, v, acc, F32)
     if not READS:
         store_state(kv, z, shifts, s, 0, acc, total, top, M, E)
 
@@ -231,11 +231,11 @@ def pull_queries(
     acc = zeros(T, D)
     for g in range(M // G):
         p, c = ct.load(P, index=(g, 0), shape=(G, D)), row(col, 0, g, G)
-        now, dw = row(shifts, s, g, G), zeros(T, G)
+        now = row(shifts, s, g, G)
         if CAUSAL:
             phi, now = key_weights(k, terms, p, c, now, T, G, F32)
-            dw = product(ds, phi, dw, F32)
         state, total = lifted(kv, z, shifts, s, g, now, G, E)
+        dw = product(ds, phi, zeros(T, G), F32) if CAUSAL else zeros(T, G)
         dw = product(by_num, ct.transpose(state), dw + by_den * total, F32)
         w = query_weights(q, p, c, now, top, at, length, T, G, TAIL, F32)
         acc = product(w * dw, p, acc, F32)
