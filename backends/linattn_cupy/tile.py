@@ -135,11 +135,9 @@ def _call(problem: Problem) -> Call:
     device.require(made.lead == (), "each head has a map")
     arrays = (problem.query, problem.key, problem.value)
     q, k, v = (cupy.ascontiguousarray(x).reshape(-1, *x.shape[-2:]) for x in arrays)
-    projection = made.projection[0]
-    if name == "float32":
-        projection = cupy.ascontiguousarray(projection.T)
+    projection = made.projection[0] if name == "bfloat16" else made.projection[0].T
     rest = made.col, -made.curvature / 2, problem.sees.is_causal
-    return Call(problem.xp, q, k, v, projection, *rest)
+    return Call(problem.xp, q, k, v, cupy.ascontiguousarray(projection), *rest)
 
 
 @device.or_generic

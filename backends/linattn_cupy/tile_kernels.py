@@ -60,10 +60,12 @@ def row(X, s, g, G):
     return ct.load(X, index=(s, g), shape=(1, G))
 
 
-def lifted(kv, z, shifts, s, g, now, G, E):
-    """Load a group of features of a state, and its normalizers, on another scale."""
-    factor = power(row(shifts, s, g, G) - now)
-    return tokens(kv, s, g, G, E) * ct.reshape(factor, (G, 1)), row(z, s, g, G) * factor
+def lifted(kv, z, s, g, shift, G, E, LIFTS):
+    """Load a group of features of a state, and its normalizers; LIFTS: times exp(shift)."""
+    state, total = tokens(kv, s, g, G, E), row(z, s, g, G)
+    if LIFTS:
+        state, total = state * ct.reshape(power(shift), (G, 1)), total * power(shift)
+    return state, total
 
 
 def store_state(kv, z, shifts, s, g, acc, total, top, G, E):
@@ -152,15 +154,16 @@ def scan_states(
     kv, z, shifts, before, before_z, before_shifts, after, after_z, after_shifts, count: int,
     E: Int, G: Int, CAUSAL: Flag, BACK: Flag,
 ):  # fmt: skip
-    """Sum states before each, if CAUSAL, and all, BACK from the last; grid (heads, M / G)."""
+    """Sum states before each, if CAUSAL, and all; BACK from the last, of negated scales."""
     head, g = ct.bid(0), ct.bid(1)
     acc, total, top = zeros(G, E), zeros(1, G), ct.full((1, G), NOTHING, ct.float32)
     for j in range(count):
         s = head * count + (count - 1 - j if BACK else j)
         if CAUSAL:
             store_state(before, before_z, before_shifts, s, g, acc, total, top, G, E)
-        now = ct.maximum(top, row(shifts, s, g, G))
-        old, (more, more_z) = power(top - now), lifted(kv, z, shifts, s, g, now, G, E)
+        shift = 0.0 - row(shifts, s, g, G) if BACK else row(shifts, s, g, G)
+        now = ct.maximum(top, shift)
+        old, (more, more_z) = power(top - now), lifted(kv, z, s, g, shift - now, G, E, True)
         acc, total, top = acc * ct.reshape(old, (G, 1)) + more, total * old + more_z, now
     store_state(after, after_z, after_shifts, head, g, acc, total, top, G, E)
 
@@ -183,10 +186,9 @@ def read_rows(
         terms, scores = key_terms(k, at, length, curvature, T, TAIL), zeros(T, T)
     for g in range(M // G):
         p, c = ct.load(P, index=(g, 0), shape=(G, D)), row(col, 0, g, G)
-        now = row(shifts, s, g, G)
-        if CAUSAL:
-            phi, now = key_weights(k, terms, p, c, now, T, G, F32)
-        state, total = lifted(kv, z, shifts, s, g, now, G, E)
+        last = row(shifts, s, g, G)
+        phi, now = key_weights(k, terms, p, c, last, T, G, F32) if CAUSAL else (last, last)
+        state, total = lifted(kv, z, s, g, last - now, G, E, CAUSAL)
         reads = product(q, ct.transpose(p), zeros(T, G), F32) + (c + now)
         peak = ct.maximum(top, ct.max(reads, axis=1, keepdims=True))
         w, rescale, top = power(reads - peak), power(top - peak), peak
@@ -209,7 +211,8 @@ def row_cotangents(grads, out, dens, head, at, T, E):
     o = ct.astype(tokens(out, head, at, T, E), ct.float32)
     den = column(dens, head, at, T)
     inverse = ct.where(den > 0.0, 1.0 / den, 0.0)
-    return g * inverse, ct.sum(g * o, axis=1, keepdims=True) * (0.0 - inverse)
+    by_den = ct.sum(g * o, axis=1, keepdims=True) * (0.0 - inverse)
+    return ct.astype(g * inverse, grads.dtype), by_den
 
 
 @ct.kernel(num_worker_warps=8)
@@ -231,17 +234,16 @@ def pull_queries(
     acc = zeros(T, D)
     for g in range(M // G):
         p, c = ct.load(P, index=(g, 0), shape=(G, D)), row(col, 0, g, G)
-        now = row(shifts, s, g, G)
-        if CAUSAL:
-            phi, now = key_weights(k, terms, p, c, now, T, G, F32)
-        state, total = lifted(kv, z, shifts, s, g, now, G, E)
+        last = row(shifts, s, g, G)
+        phi, now = key_weights(k, terms, p, c, last, T, G, F32) if CAUSAL else (last, last)
+        state, total = lifted(kv, z, s, g, last - now, G, E, CAUSAL)
         dw = product(ds, phi, zeros(T, G), F32) if CAUSAL else zeros(T, G)
-        dw = product(by_num, ct.transpose(state), dw + by_den * total, F32)
+        dw = product(by_num, ct.transpose(ct.astype(state, Q.dtype)), dw + by_den * total, F32)
         w = query_weights(q, p, c, now, top, at, length, T, G, TAIL, F32)
         acc = product(w * dw, p, acc, F32)
-        sums = product(ct.transpose(w), by_num, zeros(G, E), F32)
+        sums = product(ct.transpose(ct.astype(w, Q.dtype)), by_num, zeros(G, E), F32)
         total = ct.sum(w * by_den, axis=0, keepdims=True)
-        store_state(by_kv, by_z, by_shifts, to, g, sums, total, 0.0 - now, G, E)
+        store_state(by_kv, by_z, by_shifts, to, g, sums, total, now, G, E)
     store_tokens(of_query, head, at, acc, T, D)
 
 
