@@ -276,6 +276,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, "fake GPU");
     p->totalGlobalMem = total();
+    p->warpSize = 32;
+    p->multiProcessorCount = processors();
     return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
