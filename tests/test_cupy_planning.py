@@ -103,6 +103,15 @@ def test_shared_memory_is_what_the_kernels_lay_out(gpu):
     ) + 4 * (5 * 48 + 64)
 
 
+@pytest.mark.parametrize(("features", "dim"), [(128, 16), (160, 32), (192, 32)])
+def test_gradients_of_few_coordinates_and_many_features_are_padded(gpu, features, dim):
+    """With d = 16 they would spill registers: test_kernel_compilation.py compiles none of these."""
+    arrays = (x.astype(F16) for x in inputs((2,), 50, 24, 16))
+    problem = linear_problem(*arrays, PositiveFeatures(16, features, rng=0), is_causal=True)
+    assert gradients._work_of(problem).variant.dim == dim
+    assert fused.work_of(problem).variant.dim == 16
+
+
 def test_heads_are_three_axes_at_most():
     heads = layout.heads_of((2, 1, 5, 7))
     assert heads.sizes == (2, 5, 7)

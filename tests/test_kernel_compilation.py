@@ -85,6 +85,7 @@ SHIPPED = [
     ("softmax.cu", {"WARPS": 8}, 80),
     ("vjps.cu", {"WARPS": 8}, 80),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=32, FEATURES=256), 255),
+    ("gradients.cu", gradients(2, 0, 1, HEAD_DIM=32, FEATURES=192, WARPS=6), 255),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=128, FEATURES=192, FP16=1, WARPS=6), 255),
 ]
 
