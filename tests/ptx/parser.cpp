@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <regex>
 #include <set>
 
 #include "program.h"
@@ -161,24 +162,10 @@ class Parser {
     }
     void parameter(const std::string& s) {
         std::string name; u64 bytes, align; Type type; bool open;
-        std::string plain = s;
-        for (auto word : {".ptr", ".global", ".shared", ".local", ".const"}) {  // attributes of a pointer; their alignment is the pointee's
-            const size_t at = plain.find(word);
-            if (at != std::string::npos && begins(trimmed(plain), ".param")) {
-                if (!strcmp(word, ".ptr")) {
-                    const size_t align_at = plain.find(".align", at);
-                    if (align_at != std::string::npos) {
-                        size_t e = align_at + 6;
-                        while (e < plain.size() && isspace(plain[e])) ++e;
-                        while (e < plain.size() && isdigit(plain[e])) ++e;
-                        plain.erase(align_at, e - align_at);
-                    }
-                }
-                plain.erase(plain.find(word), strlen(word));
-            }
-        }
-        if (plain.find(".param") == std::string::npos) return;
-        declaration(plain, &name, &bytes, &align, &type, &open);
+        if (s.find(".param") == std::string::npos) return;
+        // Attributes of a pointer: their alignment is the pointee's.
+        static const std::regex pointee("\\.ptr(\\s+\\.(global|shared|local|const))?(\\s+\\.align\\s+\\d+)?");
+        declaration(std::regex_replace(s, pointee, ""), &name, &bytes, &align, &type, &open);
         u32& total = function_->parameter_total;
         total = (total + align - 1) / align * align;
         function_->parameter_names.push_back(name);
