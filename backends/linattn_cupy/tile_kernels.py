@@ -237,8 +237,8 @@ def pull_queries(
         last = row(shifts, s, g, G)
         phi, now = key_weights(k, terms, p, c, last, T, G, F32) if CAUSAL else (last, last)
         state, total = lifted(kv, z, s, g, last - now, G, E, CAUSAL)
-        dw = product(ds, phi, zeros(T, G), F32) if CAUSAL else zeros(T, G)
-        dw = product(by_num, ct.transpose(ct.astype(state, Q.dtype)), dw + by_den * total, F32)
+        dw = product(by_num, ct.transpose(ct.astype(state, Q.dtype)), by_den * total, F32)
+        dw = product(ds, phi, dw, F32) if CAUSAL else dw
         w = query_weights(q, p, c, now, top, at, length, T, G, TAIL, F32)
         acc = product(w * dw, p, acc, F32)
         sums = product(ct.transpose(ct.astype(w, Q.dtype)), by_num, zeros(G, E), F32)
