@@ -30,9 +30,9 @@ def product(a, b, c, F32):
     return ct.mma(ct.astype(a, ct.bfloat16), ct.astype(b, ct.bfloat16), c)
 
 
-def zeros(rows, columns):
+def zeros(n, m):
     """Begin a sum."""
-    return ct.zeros((rows, columns), ct.float32)
+    return ct.zeros((n, m), ct.float32)
 
 
 def power(x):
