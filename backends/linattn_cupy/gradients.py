@@ -31,7 +31,6 @@ from linattn_cupy.fused import (
 )
 from linattn_cupy.layout import Segments, sum_to, view
 
-
 ONE_STRIP = 16 * MAX_WARPS
 """Most features of one strip a warp."""
 
