@@ -97,8 +97,9 @@ def fits(phi, dim, *, is_causal):
 @pytest.mark.parametrize(("features", "dim"), [(128, 16), (160, 32), (192, 32)])
 def test_gradients_of_few_coordinates_and_many_features_are_padded(gpu, features, dim):
     """With d = 16 they would spill registers: test_kernel_compilation.py compiles none of these."""
-    arrays = (x.astype(F16) for x in inputs((2,), 50, 24, 16))
-    problem = linear_problem(*arrays, PositiveFeatures(16, features, rng=0), is_causal=True)
+    query, key, value = (x.astype(F16) for x in inputs((2,), 50, 24, 16))
+    phi = PositiveFeatures(16, features, rng=0)
+    problem = linear_problem(query, key, value, phi, is_causal=True)
     assert gradients._work_of(problem).variant.dim == dim
     assert fused.work_of(problem).variant.dim == 16
 

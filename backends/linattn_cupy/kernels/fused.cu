@@ -357,9 +357,6 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 }  // namespace
 
 // Kernels ------------------------------------------------------------------------------------------
-//
-// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment, y = a
-// tile of the values.
 
 #if PART == 0
 
