@@ -17,41 +17,32 @@ class CompileError(Exception):
     """CuPy's CompileException."""
 
 
-class FakeCupy:
-    """The few names that the backend uses."""
-
-    def __init__(self) -> None:
-        self.capability = "90"
-        self.built: list[tuple[str, tuple[str, ...]]] = []
-        self.launched = 0
-        self.error: Exception | None = None
-        self.cuda = SimpleNamespace(
-            Device=lambda number: SimpleNamespace(
-                compute_capability=self.capability,
-                attributes={"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 100_016},
-            ),
-            runtime=SimpleNamespace(getDevice=lambda: 1),
-            compiler=SimpleNamespace(CompileException=CompileError),
-        )
-
-    def RawModule(self, *, code: str, options: tuple[str, ...] = ()) -> Any:
-        self.built.append((code, options))
-        if self.error is not None and "device.cuh" in code:
-            raise self.error
-
-        def run(*args: Any, **settings: Any) -> None:
-            self.launched += 1
-
-        class Kernel:
-            shared_size_bytes = 16
-            __call__ = staticmethod(run)
-
-        return SimpleNamespace(get_function=lambda name: Kernel())
-
-
 @pytest.fixture
 def cupy(monkeypatch):
-    fake = FakeCupy()
+    """The few names of CuPy that the backend uses: what was built, and an error to raise."""
+    fake: Any = SimpleNamespace(capability="90", built=[], launched=0, error=None)
+    attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 100_016}
+
+    class Kernel:
+        shared_size_bytes = 16
+
+        def __call__(self, *args: Any, **settings: Any) -> None:
+            fake.launched += 1
+
+    def build(*, code: str, options: tuple[str, ...] = ()) -> Any:
+        fake.built.append((code, options))
+        if fake.error is not None and "device.cuh" in code:
+            raise fake.error
+        return SimpleNamespace(get_function=lambda name: Kernel())
+
+    fake.RawModule = build
+    fake.cuda = SimpleNamespace(
+        Device=lambda number: SimpleNamespace(
+            compute_capability=fake.capability, attributes=attributes
+        ),
+        runtime=SimpleNamespace(getDevice=lambda: 1),
+        compiler=SimpleNamespace(CompileException=CompileError),
+    )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     kept = (device._kernel, device._attribute, device.open_compiler, device._warn_once)
     for function in kept:

@@ -25,22 +25,22 @@ def _cuda_tile(monkeypatch):
     stand_in(monkeypatch)
 
 
-def inputs(dtype, length, keys, dim=16, features=32, value_dim=32):
-    """Queries, keys, values, cotangents, a projection: heads of 2."""
+def inputs(dtype, length, keys, causal, dim=16, features=32, value_dim=32):
+    """A call with heads of 2, and cotangents."""
     rng = np.random.default_rng(0)
     shapes = (length, dim), (keys, dim), (keys, value_dim), (length, value_dim)
-    arrays = [rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes]
+    *arrays, grad = (rng.standard_normal((2, *shape)).astype(dtype) for shape in shapes)
     projection = (rng.standard_normal((features, dim)) * dim**-0.25).astype(dtype)
-    col = np.full(features, -math.log(features) / 2, F32)
-    return arrays, tile.Map(projection, col, -0.5 * dim**-0.5)
+    col = np.full((1, features), -math.log(features) / 2, F32)
+    return tile.Call(np, *arrays, projection, col, -0.5 * dim**-0.5, causal), grad
 
 
-def wanted(arrays, phi, causal):
+def wanted(call, grad):
     """Output and gradients by the definition."""
-    q, k, v, grad = (x.astype(float) for x in arrays)
-    formula = formulas.Formula("favor", phi.projection.astype(float))
-    given = formula, q, k, v, np.tri(q.shape[1], k.shape[1], dtype=bool) | (not causal)
-    return formulas.attend(*given).output, *formulas.gradients(*given, grad)
+    q, k, v = (x.astype(float) for x in call[1:4])
+    formula = formulas.Formula("favor", call.projection.astype(float))
+    given = formula, q, k, v, np.tri(q.shape[1], k.shape[1], dtype=bool) | (not call.causal)
+    return formulas.attend(*given).output, *formulas.gradients(*given, grad.astype(float))
 
 
 def error(found, expected):
@@ -64,14 +64,12 @@ DTYPES = pytest.mark.parametrize(("dtype", "bound"), [(BF16, 1e-2), (F32, 3e-6)]
 @DTYPES
 @CASES
 def test_rows_and_gradients_agree_with_float64(dtype, bound, length, keys, causal):
-    arrays, phi = inputs(dtype, length, keys)
-    *given, grad = arrays
-    out, *gradients = wanted(arrays, phi, causal)
-    rows = tile.solve(np, *given, phi, causal=causal, keep=False)
-    assert error(rows.out, out) < bound
-    kept = tile.solve(np, *given, phi, causal=causal, keep=True)
+    call, grad = inputs(dtype, length, keys, causal)
+    out, *gradients = wanted(call, grad)
+    assert error(tile.solve(call, keep=False).out, out) < bound
+    kept = tile.solve(call, keep=True)
     assert error(kept.out, out) < bound
-    found = tile.pull(np, *given, phi, kept, grad, causal=causal)
+    found = tile.pull(call, kept, grad)
     for x, y in zip(found, gradients, strict=True):
         assert x.dtype == dtype
         if keys > 1:  # the gradients of a single key's weights are 0
@@ -81,31 +79,28 @@ def test_rows_and_gradients_agree_with_float64(dtype, bound, length, keys, causa
 
 
 def test_the_last_state_is_the_sum_over_all_keys():
-    arrays, phi = inputs(F32, 90, 90)
-    _, k, v, _ = (x.astype(float) for x in arrays)
-    log = k @ phi.projection.T.astype(float) + phi.curvature * (k * k).sum(-1, keepdims=True)
     for causal in (False, True):
-        kv, z, shifts = tile.solve(np, *arrays[:3], phi, causal=causal, keep=False).last
+        call, _ = inputs(F32, 90, 90, causal)
+        k, v, projection = (x.astype(float) for x in call[2:5])
+        kv, z, shifts = tile.solve(call, keep=False).last
         scale = np.exp(shifts.astype(float))
-        phi_k = np.exp(log + phi.col)
+        log = k @ projection.T + call.curvature * (k * k).sum(-1, keepdims=True)
+        phi_k = np.exp(log + call.col)
         assert error(z * scale, phi_k.sum(1)) < 1e-5
         assert error(kv * scale[..., None], phi_k.swapaxes(-1, -2) @ v) < 1e-5
 
 
 def test_padding_is_not_read():
     """Arrays that end within a tile lie before NaN in a larger one."""
-    arrays, phi = inputs(F32, 77, 77)
-    larger = [np.full((2, 128, x.shape[-1]), np.nan, F32) for x in arrays]
-    views = [big[:, :77] for big in larger]
-    for view, array in zip(views, arrays, strict=True):
-        view[...] = array
     for causal in (False, True):
-        found = tile.solve(np, *views[:3], phi, causal=causal, keep=True)
-        np.testing.assert_array_equal(np.isfinite(found.out), True)
-        assert all(
-            np.isfinite(x).all()
-            for x in tile.pull(np, *views[:3], phi, found, views[3], causal=causal)
-        )
+        call, grad = inputs(F32, 77, 77, causal)
+        views = [np.full((2, 128, x.shape[-1]), np.nan, F32)[:, :77] for x in (*call[1:4], grad)]
+        for view, array in zip(views, (*call[1:4], grad), strict=True):
+            view[...] = array
+        call = tile.Call(np, *views[:3], *call[4:])
+        found = tile.solve(call, keep=True)
+        for x in (found.out, *tile.pull(call, found, views[3])):
+            np.testing.assert_array_equal(np.isfinite(x), True)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ and no value that nobody wrote; devices, streams, waits and memory are those tha
 from __future__ import annotations
 
 import copy
-import ctypes
 import pickle
 import tempfile
 import warnings
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 
 import linattn
+import linattn_cupy
 from linattn import _arrays, diagnostics
 from linattn.feature_maps import (
     CalibratedFeatures,
@@ -35,18 +35,11 @@ from linattn.feature_maps import (
     LandmarkFeatures,
     PositiveFeatures,
 )
-
-if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
-    pytest.skip("needs the fake GPU: tests/fake_gpu/run.sh", allow_module_level=True)
-
-import cupy
-import ml_dtypes
-
-import linattn_cupy
 from linattn.typing import State
 from tests import test_fuzz_options
 from tests.attentions import DIM as DIM_OF_MAPS
 from tests.every_map import EVERY
+from tests.fake_gpu.device import BF16, cupy
 from tests.fake_gpu.log import uncomputed
 
 pytestmark = pytest.mark.fake_gpu
@@ -54,7 +47,7 @@ pytestmark = pytest.mark.fake_gpu
 
 DTYPES = {
     "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
+    "bfloat16": BF16,
     "float32": np.float32,
     "float64": np.float64,
 }
@@ -378,7 +371,7 @@ def test_every_public_function(recorded, name, dtype):
 class WithBfloat16:
     """The namespace of CuPy, with a dtype more."""
 
-    bfloat16 = ml_dtypes.bfloat16
+    bfloat16 = BF16
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_arrays.namespace(cupy.zeros(1)), name)

@@ -6,7 +6,6 @@ this was run on a real card.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, ClassVar
 
 import array_api_compat
@@ -17,11 +16,7 @@ import linattn
 from linattn import _home
 from linattn._driver import forward
 from linattn._driver.problem import exact_problem, linear_problem
-
-if not hasattr(ctypes.CDLL(None), "fake_gpu_record"):
-    pytest.skip("needs the fake GPU: tests/fake_gpu/run.sh", allow_module_level=True)
-
-import cupy
+from tests.fake_gpu.device import cupy
 
 pytestmark = pytest.mark.fake_gpu
 

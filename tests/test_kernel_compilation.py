@@ -59,6 +59,7 @@ SHIPPED = [
     ("fused.cu", fused(1, 2, HEAD_DIM=128, FEATURES=128, TOKEN_TILE=128, FP16=1), 160),
     ("fused.cu", fused(1, 0, HEAD_DIM=64, FEATURES=256), 160),
     ("fused.cu", fused(1, 0, HEAD_DIM=128, FEATURES=256, FP16=1), 160),
+    ("fused.cu", fused(1, 0, HEAD_DIM=128, FEATURES=224, TOKEN_TILE=128, FP16=1, WARPS=7), 180),
     ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256), 255),
     ("fused.cu", fused(2, 0, HEAD_DIM=64, FEATURES=256, FP16=1), 255),
     ("fused.cu", fused(2, 0, HEAD_DIM=128, FEATURES=256), 255),
@@ -85,6 +86,7 @@ SHIPPED = [
     ("softmax.cu", {"WARPS": 8}, 80),
     ("vjps.cu", {"WARPS": 8}, 80),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=32, FEATURES=256), 255),
+    ("gradients.cu", gradients(2, 0, 1, HEAD_DIM=32, FEATURES=192, WARPS=6), 255),
     ("gradients.cu", gradients(2, 0, 0, HEAD_DIM=128, FEATURES=192, FP16=1, WARPS=6), 255),
 ]
 
@@ -96,8 +98,8 @@ def on_gpus():
         source, options, _ = variant
         part = source, options.get("PART", 0)
         turns = [arch for arch in ARCHITECTURES if arch != "sm_90"]
-        # Eight warps are launched on sm_100, where 16 would spill 16 bytes; six had on sm_80.
-        turn = "sm_80" if options["WARPS"] in (6, 16) else turns[i % 3]
+        # Eight warps are launched on sm_100, where 16 would spill 16 bytes; 6 and 7 had on sm_80.
+        turn = "sm_80" if options["WARPS"] in (6, 7, 16) else turns[i % 3]
         for arch in ["sm_90", turn] if part in parts else ARCHITECTURES:
             yield *variant, arch
         parts.add(part)

@@ -107,7 +107,7 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _variant(problem: Problem) -> Variant:
+def _variant(problem: Problem, least_dim: int = 16) -> Variant:
     """How the kernels are compiled for a problem; UnsupportedError where none takes it."""
     dim, value_dim = problem.query.shape[-1], problem.value.shape[-1]
     name, accumulated = str(problem.query.dtype), str(np.dtype(problem.dtype))
@@ -134,7 +134,7 @@ def _variant(problem: Problem) -> Variant:
     return Variant(
         family,
         name == "float16",
-        _round_up(dim, 16),
+        max(_round_up(dim, 16), least_dim),
         16 * strips * warps,
         min(VALUE_TILE, _round_up(value_dim, 16)),
         warps,
@@ -315,8 +315,8 @@ def first_pass(work: Work) -> Forward:
     return Forward(*_full_rows(work, after), after, None, None)
 
 
-def work_of(problem: Problem) -> Work:
-    """Prepare the launches of a problem.
+def work_of(problem: Problem, least_dim: int = 16) -> Work:
+    """Prepare the launches of a problem, whose tokens are padded to this dim at least.
 
     Raises
     ------
@@ -325,7 +325,7 @@ def work_of(problem: Problem) -> Work:
     KernelUnavailableError
         One does, on devices with more shared memory.
     """
-    variant = _variant(problem)
+    variant = _variant(problem, least_dim)
     heads, state_heads = heads_of(problem.lead), heads_of(problem.state_lead)
     sizes = [variant.shared(CAUSAL_TILE, keys=True, queries=problem.sees.is_causal)]
     if not problem.sees.is_causal:

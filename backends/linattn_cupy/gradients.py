@@ -13,6 +13,7 @@ from linattn_cupy import device
 from linattn_cupy.device import cupy
 from linattn_cupy.fused import (
     CAUSAL_TILE,
+    MAX_WARPS,
     READ_TILES,
     Forward,
     SegmentStates,
@@ -29,6 +30,9 @@ from linattn_cupy.fused import (
     work_of,
 )
 from linattn_cupy.layout import Segments, sum_to, view
+
+ONE_STRIP = 16 * MAX_WARPS
+"""Most features of one strip a warp."""
 
 
 def _shared(variant: Variant, tile: int, *, sources: bool, targets: bool) -> int:
@@ -237,7 +241,8 @@ def attention_vjp(problem: Problem, cotangent: Cotangent) -> Any:
 def _work_of(problem: Problem) -> Work:
     """Prepare a problem in which no two heads share a state."""
     unshared = replace(problem, state_lead=problem.lead, want_log=True)
-    work = work_of(unshared)
+    # Causal gradients of d = 16 would spill registers where a warp has two strips of features.
+    work = work_of(unshared, 32 if problem.num_features > ONE_STRIP else 16)
     check_memory("gradients", unshared, _least_memory(work))
     return work
 

@@ -6,7 +6,6 @@
 
 namespace {
 
-thread_local int pointer_mode = 0, math_mode = 0;
 thread_local void* blas_stream = nullptr;
 
 struct Product {
@@ -94,12 +93,7 @@ int cublasCreate_v2(void** h) {
     return 0;
 }
 int cublasDestroy_v2(void*) { return 0; }
-int cublasGetVersion_v2(void*, int* v) { *v = 130000; return 0; }
-int cublasGetPointerMode_v2(void*, int* m) { *m = pointer_mode; return 0; }
-int cublasSetPointerMode_v2(void*, int m) { pointer_mode = m; return 0; }
-int cublasGetMathMode(void*, int* m) { *m = math_mode; return 0; }
-int cublasSetMathMode(void*, int m) { math_mode = m; return 0; }
-int cublasGetStream_v2(void*, void** s) { *s = blas_stream; return 0; }
+int cublasGetMathMode(void*, int* m) { *m = 0; return 0; }
 int cublasSetStream_v2(void*, void* s) { Guard guard(mutex); blas_stream = s; return check_stream(s, "cuBLAS") ? 7 : 0; }
 
 static double scalar(const void* p, int compute) { return compute == 70 || compute == 71 || compute == 1 ? *(const double*)p : *(const float*)p; }
@@ -112,25 +106,12 @@ int cublasGemmEx(void*, int ta, int tb, int m, int n, int k, const void* alpha, 
     return product({ta, tb, m, n, k, at, bt, ct, lda, ldb, ldc, 1, scalar(alpha, compute), scalar(beta, compute), a, b, c, 0, 0, 0, compute == 77});
 }
 #define GEMM(letter, Real, type) \
-    int cublas##letter##gemm_v2(void*, int ta, int tb, int m, int n, int k, const Real* alpha, const Real* a, int lda, const Real* b, int ldb, \
-                                const Real* beta, Real* c, int ldc) { \
-        return product({ta, tb, m, n, k, type, type, type, lda, ldb, ldc, 1, *alpha, *beta, a, b, c, 0, 0, 0, false}); \
-    } \
-    int cublas##letter##gemmStridedBatched(void*, int ta, int tb, int m, int n, int k, const Real* alpha, const Real* a, int lda, long long sa, \
-                                           const Real* b, int ldb, long long sb, const Real* beta, Real* c, int ldc, long long sc, int batch) { \
-        return product({ta, tb, m, n, k, type, type, type, lda, ldb, ldc, batch, *alpha, *beta, a, b, c, sa, sb, sc, false}); \
-    } \
     int cublas##letter##gemmBatched(void*, int ta, int tb, int m, int n, int k, const Real* alpha, const Real* const* a, int lda, const Real* const* b, \
                                     int ldb, const Real* beta, Real* const* c, int ldc, int batch) { \
         /* The pointers are the device's: without computing nobody wrote them. */ \
         for (int i = 0; i < batch && computes(); ++i) \
             if (int bad = product({ta, tb, m, n, k, type, type, type, lda, ldb, ldc, 1, *alpha, *beta, a[i], b[i], c[i], 0, 0, 0, false})) return bad; \
         return 0; \
-    } \
-    int cublas##letter##gemv_v2(void*, int ta, int m, int n, const Real* alpha, const Real* a, int lda, const Real* x, int sx, const Real* beta, Real* y, \
-                                int sy) { \
-        if (sx != 1 || sy != 1) return refuse(15, "cuBLAS: gemv with steps"); \
-        return product({ta, 0, ta ? n : m, 1, ta ? m : n, type, type, type, lda, ta ? m : n, ta ? n : m, 1, *alpha, *beta, a, x, y, 0, 0, 0, false}); \
     }
 GEMM(S, float, 0)
 GEMM(D, double, 1)

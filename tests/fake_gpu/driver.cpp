@@ -78,13 +78,6 @@ int cuGetErrorName(int e, const char** text) {
     return 0;
 }
 int cuGetErrorString(int, const char** text) { *text = cudaGetErrorString(cudaSuccess); return 0; }
-int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-int cuCtxGetCurrent(void** c) { *c = (void*)(uintptr_t)(1 + current); return 0; }
-int cuCtxSetCurrent(void*) { return 0; }
-int cuCtxCreate_v2(void** c, unsigned, int) { *c = (void*)1; return 0; }
-int cuCtxDestroy_v2(void*) { return 0; }
-int cuCtxGetDevice(int* d) { *d = current; return 0; }
-int cuStreamGetCtx(void*, void** c) { return cuCtxGetCurrent(c); }
 
 int cuModuleLoadData(void** made, const void* image) {
     Guard guard(mutex);
@@ -153,9 +146,10 @@ int cuLaunchKernel(void* f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, 
     for (size_t i = 0; i < sizes.size(); ++i) values.emplace_back((u8*)arguments[i], (u8*)arguments[i] + sizes[i]);
     return now_or_later(stream, [=] { return run(k, {gx, gy, gz}, {bx, by, bz}, shared, values); });
 }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, void*, int, size_t) { *n = 1; return 0; }
-int cuOccupancyMaxPotentialBlockSize(int* grid, int* block, void*, void*, size_t, int) { *grid = processors(); *block = 256; return 0; }
 #define UNSUPPORTED(name) int name() { return refuse(801, #name); }
+UNSUPPORTED(cuDevicePrimaryCtxRelease_v2) UNSUPPORTED(cuCtxGetCurrent) UNSUPPORTED(cuCtxSetCurrent) UNSUPPORTED(cuCtxCreate_v2)
+UNSUPPORTED(cuCtxDestroy_v2) UNSUPPORTED(cuCtxGetDevice) UNSUPPORTED(cuStreamGetCtx) UNSUPPORTED(cuOccupancyMaxPotentialBlockSize)
+UNSUPPORTED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 UNSUPPORTED(cuLinkCreate_v2) UNSUPPORTED(cuLinkAddData_v2) UNSUPPORTED(cuLinkAddFile_v2) UNSUPPORTED(cuLinkComplete)
 UNSUPPORTED(cuLinkDestroy) UNSUPPORTED(cuModuleLoad) UNSUPPORTED(cuModuleGetGlobal_v2) UNSUPPORTED(cuLaunchCooperativeKernel)
 

@@ -13,14 +13,14 @@
 //     cuBLAS operands that leave their allocation, leading dimensions that are too small;
 //   streams and events: handles that are unknown, destroyed or of another device, times between events
 //     that were not recorded;
-//   capture: waits for a capturing stream or its device, captured events waited for or timed; allocating,
-//     freeing and synchronous copies meanwhile (not in relaxed mode, which is CuPy's default); use of the
-//     legacy stream while a blocking stream captures; ends of a capture that never began;
+//   capture: waits for a capturing stream or its device, captured events waited for or timed; allocating
+//     and freeing meanwhile (not in relaxed mode, which is CuPy's default); use of the legacy stream while a
+//     blocking stream captures; ends of a capture that never began;
 //   forked processes: none may use what their parent began to use.
 // Found (fake_gpu_findings): what the interpreter finds in kernels, and values that nobody wrote where they are copied to
 //   the host or multiplied.
 // Noted in the log only: kernels that get memory of another device than theirs ("NOTE").
-// Not done: CUDA arrays, textures, IPC, managed memory, memory pools of the driver, copies between devices, links of PTX;
+// Not done: synchronous copies and fills, waits of streams for events, CUDA arrays, textures, IPC, managed memory, memory pools of the driver, copies between devices, links of PTX;
 //   registers. A function that is not there is found by name.
 //
 // The log goes to the file FAKE_GPU_LOG, or to a test that asks for it (fake_gpu_record).
@@ -232,20 +232,11 @@ extern "C" {
 // ---- Runtime: devices -------------------------------------------------------------------------------
 
 const char* cudaGetErrorName(cudaError_t e) {
-    switch ((int)e) {
-        case 0: return "cudaSuccess";
-        case 1: return "cudaErrorInvalidValue";
-        case 2: return "cudaErrorMemoryAllocation";
-        case 3: return "cudaErrorInitializationError";
-        case 101: return "cudaErrorInvalidDevice";
-        case 400: return "cudaErrorInvalidResourceHandle";
-        case 401: return "cudaErrorIllegalState";
-        case 801: return "cudaErrorNotSupported";
-        case 900: return "cudaErrorStreamCaptureUnsupported";
-        case 906: return "cudaErrorStreamCaptureImplicit";
-        case 907: return "cudaErrorCapturedEvent";
-        default: return "cudaErrorUnknown";
-    }
+    static const std::map<int, const char*> names = {{0, "cudaSuccess"}, {1, "cudaErrorInvalidValue"}, {2, "cudaErrorMemoryAllocation"},
+        {3, "cudaErrorInitializationError"}, {101, "cudaErrorInvalidDevice"}, {400, "cudaErrorInvalidResourceHandle"},
+        {401, "cudaErrorIllegalState"}, {801, "cudaErrorNotSupported"}, {900, "cudaErrorStreamCaptureUnsupported"},
+        {906, "cudaErrorStreamCaptureImplicit"}, {907, "cudaErrorCapturedEvent"}};
+    return names.count(e) ? names.at(e) : "cudaErrorUnknown";
 }
 const char* cudaGetErrorString(cudaError_t) {
     static thread_local char text[440];
@@ -284,18 +275,9 @@ cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, "fake GPU");
-    p->major = capability() / 10;
-    p->minor = capability() % 10;
-    p->multiProcessorCount = processors();
-    p->l2CacheSize = 60 << 20;
     p->totalGlobalMem = total();
     p->warpSize = 32;
-    p->maxThreadsPerBlock = 1024;
-    p->maxThreadsPerMultiProcessor = 2048;
-    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
-    p->sharedMemPerBlock = 49152;
-    p->sharedMemPerBlockOptin = most_shared();
-    p->sharedMemPerMultiprocessor = most_shared() + 1024;
+    p->multiProcessorCount = processors();
     return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
@@ -305,7 +287,6 @@ cudaError_t cudaDeviceSynchronize() {
         if (s.capturing && s.device == current) return refuse(cudaErrorStreamCaptureUnsupported, "a wait for a device of which a stream captures");
     return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { *can = 1; return cudaSuccess; }
 
 // ---- Runtime: memory --------------------------------------------------------------------------------
 
@@ -331,25 +312,12 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* all) {
     *free_bytes = total() - used[current];
     return cudaSuccess;
 }
-cudaError_t cudaMemcpy(void* to, const void* from, size_t n, cudaMemcpyKind kind) {
-    Guard guard(mutex);
-    note("COPY kind %d bytes %zu, waits", (int)kind, n);
-    TRY(unsafe_in_capture("a synchronous copy"));
-    TRY(check_stream(nullptr, "a synchronous copy"));
-    return copy(to, from, n, kind);
-}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, cudaMemcpyKind kind, cudaStream_t s) {
     Guard guard(mutex);
     const char* pageable = (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDefault) && !memory.find((u64)from, n) ? " pageable" : "";
     note("COPY kind %d bytes %zu stream %p%s%s", (int)kind, n, (void*)s, pageable, captures(s) ? " captured" : "");
     TRY(check_stream(s, "a copy"));
     return copy(to, from, n, kind, s);
-}
-cudaError_t cudaMemset(void* to, int value, size_t n) {
-    Guard guard(mutex);
-    note("FILL %zu, waits", n);
-    TRY(check_stream(nullptr, "a fill"));
-    return fill(to, value, n);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t n, cudaStream_t s) {
     Guard guard(mutex);
@@ -376,7 +344,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
     note("STREAM %p on %d", (void*)*s, current);
     return cudaSuccess;
 }
-cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithFlags(s, 0); }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int) { return cudaStreamCreateWithFlags(s, flags); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
     Guard guard(mutex);
@@ -389,11 +356,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     if (captures(s)) return refuse(cudaErrorStreamCaptureUnsupported, "a wait for a stream that captures");
     if (!is_built_in(s) && !streams.count(s)) return refuse(cudaErrorInvalidResourceHandle, "a wait for an unknown or destroyed stream");
     return unsafe_in_capture("a wait for a stream");
-}
-cudaError_t cudaStreamQuery(cudaStream_t s) {
-    Guard guard(mutex);
-    if (captures(s)) return refuse(cudaErrorStreamCaptureUnsupported, "a query of a stream that captures");
-    return is_built_in(s) || streams.count(s) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle, "a query of an unknown stream");
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) {
     Guard guard(mutex);
@@ -446,7 +408,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
     events[*e] = {};
     return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) {
     Guard guard(mutex);
     if (!events.erase(e)) return refuse(cudaErrorInvalidResourceHandle, "an unknown or destroyed event destroyed");
@@ -474,12 +435,6 @@ cudaError_t cudaEventQuery(cudaEvent_t e) {
     Event* event;
     TRY(find_event(e, &event, "a query"));
     return event->captured ? refuse(cudaErrorCapturedEvent, "a query of an event that was captured") : cudaSuccess;
-}
-cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
-    Guard guard(mutex);
-    Event* event;
-    TRY(find_event(e, &event, "a wait"));
-    return is_built_in(s) || streams.count(s) ? cudaSuccess : refuse(cudaErrorInvalidResourceHandle, "a wait in an unknown stream");
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
     Guard guard(mutex);

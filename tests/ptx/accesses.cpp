@@ -145,10 +145,7 @@ void Block::load(Warp& w, const Ins& i, u32 mask) {
             if (!(mask >> l & 1)) { t[l] = 0; continue; }
             u64 x = 0;
             memcpy(&x, data[l] + v * each, each);
-            if (i.type == S8) x = (i64)(int8_t)x;
-            if (i.type == S16) x = (i64)(int16_t)x;
-            if (i.type == S32) x = (i64)(i32)x;
-            t[l] = x;
+            t[l] = extended(x, i.type);
         }
         out64(w, i.d[v], t, mask, defined);
     }

@@ -72,13 +72,12 @@ class Block {
         LANES t[l] = f_->constants[o.index][l];
         return t.data();
     }
-    const u64* in64(Warp& w, const Operand& o, bool sign = false) {
+    const u64* in64(Warp& w, const Operand& o) {
         if (o.kind == Operand::REG) {
             if (o.wide) return &w.r64[o.index * 32];
             scratch64_.emplace_back();
             auto& t = scratch64_.back();
-            if (sign) LANES t[l] = (i64)(i32)w.r32[o.index * 32 + l];
-            else LANES t[l] = w.r32[o.index * 32 + l];
+            LANES t[l] = w.r32[o.index * 32 + l];
             return t.data();
         }
         return f_->constants[o.index].data();
@@ -150,8 +149,7 @@ class Block {
     bool meetings(Warp& w, const Ins& i, u32 mask);
     void mma(Warp& w, const Ins& i);
     void ldmatrix(Warp& w, const Ins& i);
-    u32 compared(Warp& w, const Ins& i, Type type);
-    void set(Warp& w, const Ins& i, u32 mask);
+    u32 compared(Warp& w, const Ins& i);
     void setp(Warp& w, const Ins& i, u32 mask);
     void shuffle(Warp& w, const Ins& i, u32 mask);
     void convert(Warp& w, const Ins& i, u32 mask);
@@ -160,8 +158,6 @@ class Block {
     void multiply(Warp& w, const Ins& i, u32 mask);
     void move(Warp& w, const Ins& i, u32 mask);
     void select(Warp& w, const Ins& i, u32 mask);
-    u64 to_integer(const Ins& i, double x);
-    u32 to_f32(const Ins& i, bool is_whole, i64 n, u64 u, double x);
 
     // -- A function of up to three numbers, lane by lane --
     template <class F> void each32(Warp& w, const Ins& i, u32 mask, F f) {

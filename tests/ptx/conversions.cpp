@@ -5,7 +5,6 @@
 
 #include "block.h"
 
-
 template <class T> static bool compare(int c, T a, T b) {
     switch (c) {
         case 1: return a == b;
@@ -20,13 +19,12 @@ template <class T> static bool compare(int c, T a, T b) {
         case 14: return !(a > b);
         case 15: return !(a <= b);
         case 16: return !(a < b);
-        case 17: return a == a && b == b;
-        case 18: return !(a == a && b == b);
     }
     return false;
 }
 // The lanes in which a comparison of two numbers of a type holds.
-u32 Block::compared(Warp& w, const Ins& i, Type type) {
+u32 Block::compared(Warp& w, const Ins& i) {
+    const Type type = i.type;
     u32 r = 0;
     if (bytes_of(type) == 8) {
         const u64 *a = in64(w, i.s[0]), *b = in64(w, i.s[1]);
@@ -47,23 +45,7 @@ u32 Block::compared(Warp& w, const Ins& i, Type type) {
     return r;
 }
 
-// 1, or all bits for integers, where a comparison holds: "Comparison and Selection: set".
-void Block::set(Warp& w, const Ins& i, u32 mask) {
-    const u32 r = compared(w, i, i.from), yes = i.type == BF16 ? 0x3f80 : i.type == F16 ? 0x3c00 : i.type == F32 ? 0x3f800000 : bytes_of(i.type) == 2 ? 0xffff : ~0u;
-    u32 t[32];
-    LANES t[l] = r >> l & 1 ? yes : 0;
-    out32(w, i.d[0], t, mask, all_valid(w, i));
-}
-
-void Block::setp(Warp& w, const Ins& i, u32 mask) {
-    u32 r = compared(w, i, i.type);
-    const u32 v = all_valid(w, i);
-    if (i.boolean) {
-        const u32 c = inp(w, i.s[2]);
-        r = i.boolean == 1 ? r & c : i.boolean == 2 ? r | c : r ^ c;
-    }
-    outp(w, i.d[0], r, mask, v);
-}
+void Block::setp(Warp& w, const Ins& i, u32 mask) { outp(w, i.d[0], compared(w, i), mask, all_valid(w, i)); }
 
 void Block::shuffle(Warp& w, const Ins& i, u32 mask) {
     // d|p, a, b, c, members
@@ -83,6 +65,9 @@ void Block::shuffle(Warp& w, const Ins& i, u32 mask) {
     if (i.d.size() > 1) outp(w, i.d[1], inside, mask, ALL);
 }
 
+// The integer that a mode rounds to.
+static double whole(double x, char mode) { return mode == 'z' ? trunc(x) : mode == 'm' ? floor(x) : mode == 'p' ? ceil(x) : nearbyint(x); }
+
 void Block::convert(Warp& w, const Ins& i, u32 mask) {
     const Type to = i.type, from = i.from;
     const u32 v = all_valid(w, i);
@@ -100,27 +85,15 @@ void Block::convert(Warp& w, const Ins& i, u32 mask) {
     const u64* a = in64(w, i.s[0]);
     u64 t[32];
     LANES {
-        double x = 0;
-        i64 n = 0;
-        u64 u = 0;
-        bool is_whole = false;
-        switch (from) {
-            case F32: x = f32(i.ftz ? flush(a[l]) : (u32)a[l]); break;
-            case F64: x = bits<double>(a[l]); break;
-            case F16: x = from_f16(a[l]); break;
-            case BF16: x = from_bf16(a[l]); break;
-            case S8: n = (int8_t)a[l], u = n, is_whole = true; break;
-            case S16: n = (int16_t)a[l], u = n, is_whole = true; break;
-            case S32: n = (i32)a[l], u = n, is_whole = true; break;
-            case S64: n = a[l], u = n, is_whole = true; break;
-            case U8: case B8: u = (u8)a[l], n = u, is_whole = true; break;
-            case U16: case B16: u = (u16)a[l], n = u, is_whole = true; break;
-            case U32: case B32: u = (u32)a[l], n = u, is_whole = true; break;
-            default: u = a[l], n = u, is_whole = true; break;
-        }
+        const bool is_whole = !is_float(from);
+        u64 u = is_whole ? extended(a[l], from) : 0;
+        long double x = is_signed(from) ? (long double)(i64)u : u;  // which holds all numbers of 64 bits
+        if (from == F32) x = f32(i.ftz ? flush(a[l]) : (u32)a[l]);
+        else if (from == F64) x = bits<double>(a[l]);
+        else if (!is_whole) x = widen(a[l], from);
         if (!is_float(to)) {
             if (!is_whole) {  // to an integer, saturated; NaN becomes 0
-                const double r = i.round == 'z' ? trunc(x) : i.round == 'm' ? floor(x) : i.round == 'p' ? ceil(x) : nearbyint(x);
+                const double r = whole(x, i.round);
                 const int size = bytes_of(to) * 8;
                 const double most = is_signed(to) ? ldexp(1, size - 1) : ldexp(1, size), least = is_signed(to) ? -most : 0;
                 if (std::isnan(x)) u = 0;
@@ -129,32 +102,21 @@ void Block::convert(Warp& w, const Ins& i, u32 mask) {
                 else u = is_signed(to) ? (u64)(i64)r : (u64)r;
             }
             if (i.sat && is_whole) stop("saturated conversion of integers");
-            const int size = bytes_of(to);
-            if (is_signed(to)) u = size == 1 ? (u64)(i64)(int8_t)u : size == 2 ? (u64)(i64)(int16_t)u : size == 4 ? (u64)(i64)(i32)u : u;
-            else u = size == 1 ? (u8)u : size == 2 ? (u16)u : size == 4 ? (u32)u : u;
-            t[l] = u;
+            t[l] = extended(u, to);
             continue;
         }
+        if (i.integer) x = whole(x, i.round);
         if (to == F32) {
-            float y;
-            const bool negative = is_whole && is_signed(from) && n < 0;
-            fesetround(i.round == 'z' ? FE_TOWARDZERO : i.round == 'm' ? FE_DOWNWARD : i.round == 'p' ? FE_UPWARD : FE_TONEAREST);
-            volatile i64 vn = n; volatile u64 vu = u; volatile double vx = x;
-            if (is_whole) y = is_signed(from) ? (float)vn : (float)vu;
-            else y = (float)vx;
-            (void)negative;
-            fesetround(FE_TONEAREST);
-            if (i.integer) y = i.round == 'z' ? truncf(y) : i.round == 'm' ? floorf(y) : i.round == 'p' ? ceilf(y) : nearbyintf(y);
-            if (i.sat) y = y > 0 ? std::min(y, 1.0f) : 0.0f;
-            u32 word = canonical(u32of(y));
+            volatile long double given = x;
+            volatile float narrow;
+            rounded(i, [&] { narrow = given; });
+            const float y = narrow;
+            const u32 word = canonical(u32of(!i.sat ? y : y > 0 ? std::min(y, 1.0f) : 0.0f));
             t[l] = i.ftz ? flush(word) : word;
         } else if (to == F64) {
-            double y = is_whole ? (is_signed(from) ? (double)n : (double)u) : x;
-            if (i.integer) y = i.round == 'z' ? trunc(y) : i.round == 'm' ? floor(y) : i.round == 'p' ? ceil(y) : nearbyint(y);
-            t[l] = bits<u64>(y);
+            t[l] = bits<u64>((double)x);
         } else {
-            const double y = is_whole ? (is_signed(from) ? (double)n : (double)u) : x;
-            t[l] = to == F16 ? to_f16(y, i.round == 'z') : to_bf16(y, i.round == 'z');
+            t[l] = to == F16 ? to_f16(x, i.round == 'z') : to_bf16(x, i.round == 'z');
         }
     }
     out64(w, i.d[0], t, mask, v);

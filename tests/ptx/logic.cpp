@@ -74,7 +74,6 @@ bool Block::fields_of_bits(Warp& w, const Ins& i, u32 mask) {
 bool Block::movement(Warp& w, const Ins& i, u32 mask) {
     switch (i.base) {
         case SELP: select(w, i, mask); break;
-        case SET: set(w, i, mask); break;
         case SETP: setp(w, i, mask); break;
         case MOV: move(w, i, mask); break;
         case CVT: convert(w, i, mask); break;

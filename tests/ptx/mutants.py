@@ -9,14 +9,14 @@ The exit code is 1 if a mutant that is not in `REDUNDANT` passed. On demand: abo
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.mutants.run import ROOT, Tree
+
 KERNELS = "backends/linattn_cupy/kernels"
 FULL, CAUSAL = "bfloat16 favor long full", "bfloat16 favor long causal"
 BLIND, FLOAT32 = "bfloat16 favor blind causal", "float32 favor blind causal"
@@ -88,24 +88,15 @@ def mutants() -> Iterator[tuple[str, str, str, str]]:
         yield f"{name} with {new}", name, text.replace(old, new), case
 
 
-def noticed(folder: Path, name: str, text: str, case: str) -> str:
+def noticed(tree: Tree, name: str, text: str, case: str) -> str:
     """Return how the check fails on a copy with this text, "" if it passes."""
-    shutil.rmtree(folder / "backends", ignore_errors=True)
-    shutil.copytree(ROOT / "backends", folder / "backends")
-    (folder / KERNELS / name).write_text(text)
-    paths = [str(folder / "backends"), os.environ.get("PYTHONPATH", ""), str(ROOT)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "FAKE_GPU_SMS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.first_contact", "--run", "--only", case],
-        cwd=folder,
-        env=environment | {"CUPY_CACHE_DIR": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-    )
-    *_, last = ["", *done.stdout.splitlines()]
-    if not last.startswith(("ok ", "FAIL")):
-        raise SystemExit(f"{case} did not end: {done.stderr[-600:]}")
-    return last if last.startswith("FAIL") else ""
+    (tree.folder / KERNELS / name).write_text(text)
+    _, said = tree.run(f"python -m benchmarks.gpu.first_contact --run --only {shlex.quote(case)}")
+    (tree.folder / KERNELS / name).write_text((ROOT / KERNELS / name).read_text())
+    results = [line for line in said.splitlines() if line.startswith(("ok ", "FAIL"))]
+    if not results:
+        raise SystemExit(f"{case} did not end: {said[-600:]}")
+    return results[-1] if results[-1].startswith("FAIL") else ""
 
 
 def main() -> int:
@@ -113,10 +104,12 @@ def main() -> int:
     first, last = (int(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 10**9)
     missed, tried = [], 0
     with tempfile.TemporaryDirectory() as folder:
-        for number, (what, name, text, case) in enumerate(mutants()):
+        os.environ |= {"FAKE_GPU_SMS": "1", "CUPY_CACHE_DIR": f"{folder}/cache"}
+        tree = Tree(Path(folder))
+        for number, (what, *mutant) in enumerate(mutants()):
             if not first <= number <= last:
                 continue
-            seen, tried = noticed(Path(folder), name, text, case), tried + 1
+            seen, tried = noticed(tree, *mutant), tried + 1
             missed += [] if seen else [what]
             print(f"{number} {'noticed' if seen else 'MISSED '} {what}: {seen[:160]}", flush=True)
     print(f"{tried - len(missed)} of {tried} noticed; not: {missed}")

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <regex>
 #include <set>
 
 #include "program.h"
@@ -109,13 +110,8 @@ class Parser {
         auto made = std::make_unique<Function>();
         function_ = made.get();
         function_->module = module_;
-        function_->name = trimmed(s.substr(entry + 6, (open == std::string::npos ? s.size() : open) - entry - 6));
-        if (open == std::string::npos) {
-            const size_t dot = function_->name.find_first_of(" \t\n.");
-            function_->name = trimmed(function_->name.substr(0, dot));
-        } else {
-            for (auto& p : split(s.substr(open + 1, close - open - 1), ',')) parameter(p);
-        }
+        function_->name = trimmed(s.substr(entry + 6, open - entry - 6));
+        for (auto& p : split(s.substr(open + 1, close - open - 1), ',')) parameter(p);
         const size_t threads = s.find(".maxntid");
         if (threads != std::string::npos) {
             u32 n = 1;
@@ -166,24 +162,10 @@ class Parser {
     }
     void parameter(const std::string& s) {
         std::string name; u64 bytes, align; Type type; bool open;
-        std::string plain = s;
-        for (auto word : {".ptr", ".global", ".shared", ".local", ".const"}) {  // attributes of a pointer; their alignment is the pointee's
-            const size_t at = plain.find(word);
-            if (at != std::string::npos && begins(trimmed(plain), ".param")) {
-                if (!strcmp(word, ".ptr")) {
-                    const size_t align_at = plain.find(".align", at);
-                    if (align_at != std::string::npos) {
-                        size_t e = align_at + 6;
-                        while (e < plain.size() && isspace(plain[e])) ++e;
-                        while (e < plain.size() && isdigit(plain[e])) ++e;
-                        plain.erase(align_at, e - align_at);
-                    }
-                }
-                plain.erase(plain.find(word), strlen(word));
-            }
-        }
-        if (plain.find(".param") == std::string::npos) return;
-        declaration(plain, &name, &bytes, &align, &type, &open);
+        if (s.find(".param") == std::string::npos) return;
+        // Attributes of a pointer: their alignment is the pointee's.
+        static const std::regex pointee("\\.ptr(\\s+\\.(global|shared|local|const))?(\\s+\\.align\\s+\\d+)?");
+        declaration(std::regex_replace(s, pointee, ""), &name, &bytes, &align, &type, &open);
         u32& total = function_->parameter_total;
         total = (total + align - 1) / align * align;
         function_->parameter_names.push_back(name);
@@ -357,9 +339,9 @@ class Parser {
         const auto parts = split(opcode, '.');
         static const std::map<std::string, Base> bases = {{"abs", ABS}, {"add", ADD}, {"and", AND}, 
             {"bfi", BFI}, {"bra", BRA}, {"clz", CLZ}, {"copysign", COPYSIGN}, {"cvt", CVT}, {"cvta", CVTA},
-            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldmatrix", LDMATRIX}, {"lg2", LG2}, 
+            {"div", DIV}, {"ex2", EX2}, {"exit", EXIT}, {"ret", EXIT}, {"fma", FMA}, {"ld", LD}, {"ldmatrix", LDMATRIX},
             {"mad", MAD}, {"max", MAX}, {"min", MIN}, {"mma", MMA}, {"mov", MOV}, {"mul", MUL}, {"neg", NEG}, {"not", NOT}, {"or", OR},
-            {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"rsqrt", RSQRT}, {"selp", SELP}, {"set", SET}, {"setp", SETP},
+            {"popc", POPC}, {"rcp", RCP}, {"rem", REM}, {"selp", SELP}, {"setp", SETP},
             {"shfl", SHFL}, {"shl", SHL}, {"shr", SHR}, {"sqrt", SQRT}, {"st", ST}, {"sub", SUB}, {"vote", VOTE},
             {"xor", XOR}};
         const std::string& base = parts[0];
@@ -375,7 +357,7 @@ class Parser {
         if (i.base == LDMATRIX && !(begins(opcode, "ldmatrix.sync.aligned.m8n8.x4"))) fail("kind of ldmatrix");
         auto given = rest.empty() ? std::vector<std::string>() : split(rest, ',');
         static const std::map<std::string, int> comparisons = {{"eq", 1}, {"ne", 2}, {"lt", 3}, {"le", 4}, {"gt", 5}, {"ge", 6}, {"lo", 3}, {"ls", 4},
-            {"hi", 5}, {"hs", 6}, {"equ", 11}, {"neu", 12}, {"ltu", 13}, {"leu", 14}, {"gtu", 15}, {"geu", 16}, {"num", 17}, {"nan", 18}};
+            {"hi", 5}, {"hs", 6}, {"equ", 11}, {"neu", 12}, {"ltu", 13}, {"leu", 14}, {"gtu", 15}, {"geu", 16}};
         std::vector<Type> types;
         for (size_t k = 1; k < parts.size(); ++k) {
             const std::string& p = parts[k];
@@ -384,7 +366,7 @@ class Parser {
             else if (p == "sat") i.sat = true;
             else if (p == "approx" || p == "full") i.approx = true;
             else if (p == "wide") i.wide = true;
-            else if (p == "hi" && i.base != SET && i.base != SETP) i.hi = true;
+            else if (p == "hi" && i.base != SETP) i.hi = true;
             else if (p == "nc") i.nc = true;
             else if (p == "trans") i.trans = true;
             else if (p == "uni") i.uni = true;
@@ -399,9 +381,8 @@ class Parser {
             else if (p == "local") i.space = LOCAL;
             else if (p == "param") i.space = PARAM;
             else if (p == "const") i.space = CONST;
-            else if ((i.base == SET || i.base == SETP) && comparisons.count(p)) i.cmp = comparisons.at(p);
-            else if (i.base == SET && (p == "and" || p == "or" || p == "xor")) fail("a predicate beside set");
-            else if ((i.base == SETP) && (p == "and" || p == "or" || p == "xor")) i.boolean = p == "and" ? 1 : p == "or" ? 2 : 3;
+            else if (i.base == SETP && comparisons.count(p)) i.cmp = comparisons.at(p);
+            else if (i.base == SETP) fail("what setp does");
             else if (i.base == BAR && p == "or") i.mode = 1;
             else if (i.base == CVTA && p == "to") i.mode = 1;
         }

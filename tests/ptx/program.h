@@ -24,9 +24,14 @@ enum Type : u8 { NO, PRED, B8, U8, S8, B16, U16, S16, F16, BF16, B32, U32, S32, 
 inline int bytes_of(Type t) { return t == PRED || t == NO ? 0 : t <= S8 ? 1 : t <= BF16 ? 2 : t <= BF16X2 ? 4 : t == B128 ? 16 : 8; }
 inline bool is_signed(Type t) { return t == S8 || t == S16 || t == S32 || t == S64; }
 inline bool is_float(Type t) { return t == F16 || t == BF16 || t == F32 || t == F64; }
+// The number of a type that the lowest bits hold, in 64 bits.
+inline u64 extended(u64 x, Type t) {
+    const int unused = 64 - 8 * bytes_of(t);
+    return is_signed(t) ? (u64)((i64)(x << unused) >> unused) : x << unused >> unused;
+}
 
-enum Base : u8 { ABS, ADD, AND, BAR, BARWARP, BFI, BRA, CLZ, COPYSIGN, CPASYNC, CPWAIT, CVT, CVTA, DIV, EX2, EXIT, FMA, LD, LDMATRIX, LG2, MAD,
-    MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, RCP, REM, RSQRT, SELP, SET, SETP, SHFL, SHL, SHR, SQRT, ST, SUB, UNKNOWN, VOTE, XOR };
+enum Base : u8 { ABS, ADD, AND, BAR, BARWARP, BFI, BRA, CLZ, COPYSIGN, CPASYNC, CPWAIT, CVT, CVTA, DIV, EX2, EXIT, FMA, LD, LDMATRIX, MAD,
+    MAX, MIN, MMA, MOV, MUL, NEG, NOT, OR, POPC, RCP, REM, SELP, SETP, SHFL, SHL, SHR, SQRT, ST, SUB, UNKNOWN, VOTE, XOR };
 
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM, CONST };
 constexpr u8 TIME = 9;  // the mode of a mov from %globaltimer
@@ -40,12 +45,12 @@ struct Operand {
 
 struct Ins {
     Base base = UNKNOWN;
-    Type type = NO, from = NO;  // the second type of cvt, and of a setp's result
+    Type type = NO, from = NO;  // the second type of cvt
     Space space = GENERIC;
     bool ftz = false, sat = false, approx = false, wide = false, hi = false, nc = false, trans = false, uni = false;
     char round = 'n';     // n z m p
     bool integer = false; // rounding to an integer (.rni)
-    u8 vec = 1, cmp = 0, boolean = 0, mode = 0;
+    u8 vec = 1, cmp = 0, mode = 0;
     int guard = -1;
     bool guard_negated = false;
     int target = -1, line = 0;

@@ -94,40 +94,28 @@ __device__ __forceinline__ float fast_exp2(float x) {
 // Tensor cores ------------------------------------------------------------------------------------
 
 // d += a b, 16 x 8 x 16, accumulated in float32.
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#define MMA(name, type)                                                                                  \
+    __device__ __forceinline__ void name(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {             \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                      \
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                   \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                    \
+    }
+MMA(mma_bf16, "bf16")
+MMA(mma_f16, "f16")
 
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address (16-byte aligned, shared memory)
-// of row i % 8 of matrix i / 8, and gets elements 2t, 2t + 1 of row g of each.
-__device__ __forceinline__ void load_matrices(u32 (&r)[4], const void* row) {
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-// The same, each matrix transposed: elements 2t, 2t + 1 of column g.
-__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], const void* row) {
-    u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
+// of row i % 8 of matrix i / 8, and gets elements 2t, 2t + 1 of row g of each; transposed of column g.
+#define LOAD_MATRICES(name, kind)                                                                        \
+    __device__ __forceinline__ void name(u32 (&r)[4], const void* row) {                                 \
+        u32 address = static_cast<u32>(__cvta_generic_to_shared(row));                                   \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" kind ".shared.b16 {%0, %1, %2, %3}, [%4];"          \
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                    \
+                     : "r"(address)                                                                      \
+                     : "memory");                                                                        \
+    }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_matrices_transposed, ".trans")
 
 // Copies that go on by themselves ------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ constexpr bool KEEP_QUERIES = MAP == 0 && D <= 64;
 // How many warps read a causal strip of queries, each by its share of the features.
 constexpr int FEATURE_SPLIT = PART == 2 && WARPS * 16 > T ? WARPS * 16 / T : 1;
 
+// Blocks of reads a multiprocessor: two, but where the second would not fit anyway, and registers would be spilled.
+constexpr int READ_BLOCKS = D == 128 && M == 224 && T == 128 ? 1 : 2;
+
 static_assert(FEATURE_SPLIT == 1 || (E / 2 + 4) * 4 * THREADS / 2 <= M * TS * 2, "parts are merged where phi lies");
 static_assert(M % (GROUP * FEATURE_SPLIT) == 0 && FEATURE_SPLIT <= 2, "a warp reads whole groups");
 
@@ -354,9 +357,6 @@ __device__ __forceinline__ bool write_strip(const Read& read, const u16* queries
 }  // namespace
 
 // Kernels ------------------------------------------------------------------------------------------
-//
-// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment, y = a
-// tile of the values.
 
 #if PART == 0
 
@@ -448,7 +448,7 @@ KERNEL scan_states(const float* __restrict__ kvz, const float* __restrict__ shif
 #elif PART == 1
 
 // Queries that read one state each head: output (heads, length, e), norms (heads, length) or null.
-KERNEL __launch_bounds__(THREADS, 2)
+KERNEL __launch_bounds__(THREADS, READ_BLOCKS)
     read_states(const u16* __restrict__ queries, VIEW(query), SPEC, const float* __restrict__ kvz,
                 const float* __restrict__ shifts, i64 state_0, i64 state_1, i64 state_2, SIZES,
                 u16* __restrict__ output, float* __restrict__ norms) {

@@ -312,9 +312,6 @@ __device__ __forceinline__ bool tile_gradients(const Shared& s, const Gradient& 
 }  // namespace
 
 // Kernels ------------------------------------------------------------------------------------------
-//
-// Strides (see VIEW) of `spec` count whole projections. Blocks: x = head * segments + segment, y = a
-// tile of the values.
 
 #if PART == 0
 

@@ -445,7 +445,7 @@ __device__ __forceinline__ void add_tokens(State& state, const Tiles& s, const u
 
 // Strides in elements, of three leading axes of sizes (.., n1, n2) and of the tokens.
 #define VIEW(name) i64 name##_0, i64 name##_1, i64 name##_2, i64 name##_row
-// The map; strides count whole projections.
+// The map; strides count whole projections. Blocks: x = head * segments + segment, y = a tile of the values.
 #define SPEC \
     const u16 *__restrict__ projection, const float *__restrict__ col, i64 spec_0, i64 spec_1, i64 spec_2
 // Axes of heads, how tokens are cut into segments, dims, and the curvature of the map.
