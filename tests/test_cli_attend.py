@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -25,7 +26,7 @@ pytest.importorskip("typer", reason="the command needs the extra cli")
 import linattn
 from linattn import feature_maps as fm
 from linattn.cli import attend as files_to_file
-from linattn.cli import cluster
+from linattn.cli import cluster, stores
 from linattn.cli import exact as exact_blocks
 from linattn.cli.errors import CommandError
 from tests.command import assert_refused, call, passed
@@ -503,6 +504,26 @@ class TestCluster:
         np.testing.assert_allclose(there.log_decay, before.log_decay, rtol=1e-6)
         np.testing.assert_allclose(here.log_decay, before.log_decay, rtol=1e-6)
         assert there[2:4] + there[5:] == here[2:4] + here[5:]
+
+    def test_stores_are_those_of_this_folder(self, folder, monkeypatch):
+        """A worker in another folder, which may have a store of the same name."""
+        zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+        host = dict(zip(NAMES, arrays(), strict=True))
+        for place, factor in ((folder, 1), (folder / "other", 2)):
+            group = zarr.open_group(store=place / "a.zarr", mode="w")
+            for name, array in host.items():
+                group.create_array(name, data=factor * array)
+        output = stores.Output(Path("a.zarr"))
+        output.check(resume=False)
+        given = stores.open_inputs([Path("a.zarr")])
+        given["output"] = output.open(host["value"].shape, given["query"])
+        sent = pickle.dumps(given)
+        monkeypatch.chdir(folder / "other")
+        there = pickle.loads(sent)
+        there["output"][...] = 3.0
+        for name, array in host.items():
+            np.testing.assert_array_equal(there[name][...], array)
+        assert (given["output"][...] == 3.0).all()
 
     def test_errors(self, folder, monkeypatch):
         pytest.importorskip("distributed", reason="distributed is not installed")

@@ -69,7 +69,7 @@ def open_inputs(paths: Sequence[Path], *, whole: bool = False) -> dict[str, Any]
         )
     if path.suffix == ".npz":
         return dict(_named(path, partial(_members, path, whole)))
-    group = _named(path, lambda: _zarr().open_group(path, mode="r"))
+    group = _named(path, lambda: _group(path, "r"))
     wanted = _wanted(path, sorted(group.array_keys()))
     return {name: group[name] for name in wanted}
 
@@ -167,11 +167,13 @@ def _map_member(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> Any:
     return np.memmap(path, dtype, "r", file.tell(), shape, order)
 
 
-def _zarr() -> Any:
+def _group(path: Path, mode: str) -> Any:
+    """Open a zarr store by its whole path: workers may run in other folders."""
     try:
-        return importlib.import_module("zarr")
+        zarr = importlib.import_module("zarr")
     except ImportError:
         raise CommandError(f"a .zarr store needs zarr: {remedy('dask')}") from None
+    return zarr.open_group(os.path.abspath(path), mode=mode)
 
 
 class Output:
@@ -210,7 +212,7 @@ class Output:
     def _exists(self) -> bool:
         if not self.is_zarr or not os.path.lexists(self.path):
             return os.path.lexists(self.path)
-        return OUTPUT in _named(self.path, lambda: _zarr().open_group(self.path, mode="r"))
+        return OUTPUT in _named(self.path, lambda: _group(self.path, "r"))
 
     def open(self, shape: tuple[int, ...], query: Any) -> Any:
         """Open the array, made now if this run begins.
@@ -229,7 +231,7 @@ class Output:
         return _named(self.path, lambda: make(self.path, mode="w+", dtype=dtype, shape=shape))
 
     def _zarr_array(self, shape: tuple[int, ...], query: Any) -> Any:
-        group = _zarr().open_group(self.path, mode="a" if self.begins else "r+")
+        group = _group(self.path, "a" if self.begins else "r+")
         if not self.begins:
             return group[OUTPUT]
         chunks = getattr(query, "chunks", None)
@@ -243,6 +245,6 @@ class Output:
         with suppress(Exception):
             self.checkpoint.unlink(missing_ok=True)
             if self.is_zarr:
-                del _zarr().open_group(self.path, mode="r+")[OUTPUT]
+                del _group(self.path, "r+")[OUTPUT]
             else:
                 self.path.unlink()
