@@ -214,7 +214,10 @@ def test_packed_states_go_on(jax, lead):
 @pytest.mark.parametrize("borders", [None, BORDERS])
 @pytest.mark.parametrize("rule", RULES)
 def test_recurrences_are_numpys(jax, rule, borders):
+    """States before have no axis of heads: of packed sequences, theirs is no such axis."""
     options = {"update_rule": rule, "return_state": True, "cu_seqlens": borders, **RULES[rule]}
+    state = RNG.standard_normal((1 if borders is None else len(borders) - 1, DIM, DIM))
+    options["initial_state"] = state if borders else state[0]
     want = linattn.linear_recurrence(*HOST, **options)
     agree(traced(jax, linattn.linear_recurrence, HOST, options), want)
 
