@@ -163,7 +163,7 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
         "elu": lambda: feature_maps.EluFeatures(scale=scale),
         "relu": lambda: feature_maps.ReluFeatures(scale=scale),
         "softmax": lambda: feature_maps.SoftmaxFeatures(scale=scale),
-        "cosformer": lambda: feature_maps.CosformerFeatures(d, max_length=512),
+        "cosformer": lambda: feature_maps.CosformerFeatures(d, max_length=512, scale=scale),
         "rotated": lambda: feature_maps.RotatedFeatures(
             feature_maps.PositiveFeatures(d, m, scale=scale, rng=seed)
             if rng.random() < 0.5 or d % 2
