@@ -404,13 +404,13 @@ def test_linear_attention_generates_from_states(phi):
         ("batch_repeat_interleave", 2),
         ("batch_select_indices", torch.tensor([1, 1, 0])),
     ):
-        after = []
+        after: list[Any] = []
         for cache in (StateCache(), tf.DynamicCache()):
             model(given["input_ids"], cache=cache)
             getattr(cache, change)(argument)
             count = cache.layers[0].state.kvz.shape[0] if not after else len(after[0])
             after.append(model(torch.full((count, 1), 5), cache=cache).logits.detach())
-        assert_allclose(*after, atol=2e-5)
+        assert_allclose(after[0], after[1], atol=2e-5)
 
 
 def test_a_llama_on_linear_attention_trains_under_autocast():
