@@ -404,7 +404,7 @@ def test_linear_attention_generates_from_states(phi):
         ("batch_repeat_interleave", 2),
         ("batch_select_indices", torch.tensor([1, 1, 0])),
     ):
-        after: list[Any] = []
+        after: list[torch.Tensor] = []
         for cache in (StateCache(), tf.DynamicCache()):
             model(given["input_ids"], cache=cache)
             getattr(cache, change)(argument)
