@@ -58,6 +58,7 @@ class Case:
     dtype: str = "float64"
     library: str = "numpy"
     returns: dict[str, Any] = field(default_factory=dict)
+    precision: str | None = None
     size_of_grad: float = 1.0
     size_of_value: float = 1.0
     """Of a recurrence, in which outputs and states have it too."""
@@ -65,6 +66,11 @@ class Case:
     @property
     def is_packed(self) -> bool:
         return "cu_seqlens" in self.options
+
+    @property
+    def wide(self) -> str:
+        """The dtype of sums and states."""
+        return "float64" if "float64" in (self.dtype, self.precision) else "float32"
 
     @property
     def option(self) -> str:
@@ -94,10 +100,6 @@ def rounded(x: Any, dtype: str) -> Any:
         bits = np.asarray(x, np.float32).view(np.uint32)
         return np.asarray((bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64))
     return np.asarray(np.asarray(x).astype(dtype).astype(np.float64))
-
-
-def accumulated(dtype: str) -> str:
-    return "float64" if dtype == "float64" else "float32"
 
 
 # ---------------------------------------------------------------- pieces
@@ -161,7 +163,7 @@ def draw_map(rng: Rng, d: int, lead: tuple[int, ...], wanted: set[str]) -> Any:
         "elu": lambda: feature_maps.EluFeatures(scale=scale),
         "relu": lambda: feature_maps.ReluFeatures(scale=scale),
         "softmax": lambda: feature_maps.SoftmaxFeatures(scale=scale),
-        "cosformer": lambda: feature_maps.CosformerFeatures(d, max_length=512),
+        "cosformer": lambda: feature_maps.CosformerFeatures(d, max_length=512, scale=scale),
         "rotated": lambda: feature_maps.RotatedFeatures(
             feature_maps.PositiveFeatures(d, m, scale=scale, rng=seed)
             if rng.random() < 0.5 or d % 2
@@ -243,7 +245,7 @@ def stretch(rng: Rng, case: Case) -> None:
     elif where < 0.4 and "key_bias" in case.options and case.options.get("normalize", True):
         case.options["key_bias"] = rounded(case.options["key_bias"] + offset, case.dtype)
         if state is not None:
-            log_scale = rounded(state.log_scale + offset, accumulated(case.dtype))
+            log_scale = rounded(state.log_scale + offset, case.wide)
             case.options["initial_state"] = state = state._replace(log_scale=log_scale)
     if case.dtype in NARROW or rng.random() < 0.8:
         return
@@ -254,7 +256,7 @@ def stretch(rng: Rng, case: Case) -> None:
     case.value = rounded(size * case.value, case.dtype)
     if state is not None:
         kvz = np.concatenate([size * state.kvz[..., :-1], state.kvz[..., -1:]], axis=-1)
-        case.options["initial_state"] = state._replace(kvz=rounded(kvz, accumulated(case.dtype)))
+        case.options["initial_state"] = state._replace(kvz=rounded(kvz, case.wide))
 
 
 def draw_memory(rng: Rng, case: Case, lead: tuple[int, ...], dim: int) -> State:
@@ -269,7 +271,7 @@ def draw_memory(rng: Rng, case: Case, lead: tuple[int, ...], dim: int) -> State:
     if not case.is_packed:
         kvz, log_scale = kvz[0], log_scale[0]
     shift = np.where(np.isfinite(log_scale), rng.uniform(-3, 3, log_scale.shape), 0)
-    dtype = accumulated(case.dtype)
+    dtype = case.wide
     log_scale = rounded(log_scale + shift, dtype)
     kvz = rounded(kvz * np.exp(-shift)[..., None], dtype)
     decay = None
@@ -366,7 +368,10 @@ def draw_tokens(
         library = "numpy"
     if dtype == "bfloat16":
         library = "torch"
-    return Case(seed, kind, q, k, v, None, {}, dtype, library), lead
+    case = Case(seed, kind, q, k, v, None, {}, dtype, library)
+    if np.random.default_rng([seed, 10]).random() < 0.2:
+        case.precision = "float64"
+    return case, lead
 
 
 def share(case: Case) -> None:
@@ -607,7 +612,7 @@ def draw_recurrence(seed: int) -> Case:
     if rng.random() < 0.4:
         first = (len(options["cu_seqlens"]) - 1,) if "cu_seqlens" in options else ()
         like = (*first, *axes(rng, lead, 0.5), d, case.value.shape[-1])
-        options["initial_state"] = rounded(rng.standard_normal(like), accumulated(case.dtype))
+        options["initial_state"] = rounded(rng.standard_normal(like), case.wide)
     if rng.random() < 0.3:
         options["scale"] = float(rng.uniform(0.1, 1))
     if rng.random() < 0.5:

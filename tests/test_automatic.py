@@ -798,6 +798,9 @@ def test_the_bound_of_all_rows_of_one_and_of_none():
     output = np.random.default_rng(0).standard_normal(value.shape)
     found = held_out_error(output, **inputs, rows=range(6))
     assert_array_equal(found.bound, found.relative)
+    # As many rows, some of them twice, are not all.
+    found = held_out_error(output, **inputs, rows=[0, 1, 2, 3, 4, 4])
+    assert float(np.min(found.bound - found.relative)) > 0
     one = held_out_error(output, **inputs, rows=[3])
     assert_array_equal(one.bound, np.inf)
     none = held_out_error(output, **inputs, rows=[])

@@ -387,8 +387,12 @@ DRAWN: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:feature_map was fitted to other keys")
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_calls_of_torch_are_the_plain_ones(torch, name):
-    """Results, and their shapes, which torch asks for before it has them."""
-    function, count = getattr(load("torch"), name), 0
+    """Results, on a tape too, and their shapes, which torch asks for before it has them."""
+    function, plain, count = getattr(load("torch"), name), getattr(linattn, name), 0
+
+    def taped(*given, **options):
+        return plain(*(x.requires_grad_() for x in given[:3]), *given[3:], **options)
+
     known = inspect.signature(function).parameters
     for seed in range(100):
         case = DRAWN[name](seed)
@@ -399,19 +403,21 @@ def test_drawn_calls_of_torch_are_the_plain_ones(torch, name):
         if is_own or is_narrow or refused or not is_known:
             continue
         results, count = [], count + 1
-        for case.library, each in (("numpy", getattr(linattn, name)), ("torch", function)):
+        on_tape = function if option_draws.no_gradient(case) else taped
+        for case.library, each in (("numpy", plain), ("torch", function), ("torch", on_tape)):
             results.append(flat(called(case, each, **case.returns)))
         with torch._subclasses.FakeTensorMode():
             fake = flat(called(case, function, **case.returns))
         tolerance = 1e-8 if case.dtype == "float64" else 1e-3
-        for want, got, promised in zip(*results, fake, strict=True):
+        for want, got, again, promised in zip(*results, fake, strict=True):
             if not hasattr(want, "dtype"):
-                assert got == promised == want, case
+                assert got == again == promised == want, case
                 continue
             assert got.shape == promised.shape, case
             assert str(got.dtype) == str(promised.dtype) == f"torch.{want.dtype}", case
             atol = tolerance * np.abs(want[np.isfinite(want)]).max(initial=0)
-            np.testing.assert_allclose(got, want, rtol=tolerance, atol=atol, err_msg=repr(case))
+            for x in (got, again.detach()):
+                np.testing.assert_allclose(x, want, rtol=tolerance, atol=atol, err_msg=repr(case))
     assert count > 15
 
 

@@ -279,14 +279,15 @@ def test_heads_compute_what_they_are_asked_for(name):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["softmax", "linear"])
+@pytest.mark.parametrize("name", ["softmax", "linear", "decay"])
 def test_positions_are_those_of_the_oracle(name, is_causal):
     params = normal(layers.init_multi_head_attention(rng(), DIM, HEADS))
     x = rng(1).standard_normal((2, 9, DIM))
     q, k, v = heads_of(x, params)
     distance = abs(np.arange(9)[:, None] - np.arange(9))
     slopes = positions.alibi_slopes(HEADS)[:, None, None]
-    attention, _ = DIRECT[name] if name == "linear" else (layers.SoftmaxAttention(), None)
+    attention = layers.SoftmaxAttention() if name == "softmax" else DIRECT[name][0]
+    own = -0.2 * distance if name == "decay" else np.zeros((9, 9))
 
     def wanted(q, k, bias):
         if name == "softmax":
@@ -297,11 +298,11 @@ def test_positions_are_those_of_the_oracle(name, is_causal):
 
     options = {"num_heads": HEADS, "attention": attention, "is_causal": is_causal}
     found = layers.multi_head_attention(params, x, positions=layers.Alibi(), **options)
-    assert_allclose(found, wanted(q, k, -slopes * distance), rtol=1e-10, atol=1e-12)
+    assert_allclose(found, wanted(q, k, own - slopes * distance), rtol=1e-10, atol=1e-12)
     rotary = layers.Rotary(base=100, interleaved=True)
     found = layers.multi_head_attention(params, x, positions=rotary, **options)
     q, k = (positions.rotary(a, base=100, interleaved=True) for a in (q, k))
-    assert_allclose(found, wanted(q, k, None), rtol=1e-10, atol=1e-12)
+    assert_allclose(found, wanted(q, k, own), rtol=1e-10, atol=1e-12)
 
 
 def test_grouped_heads_are_repeated_keys():
@@ -473,6 +474,7 @@ def test_parameters_of_a_layer_have_the_names_of_torch():
 X = np.ones((2, 3, DIM))
 W2, NARROW = {"linear2.weight": np.ones((DIM, 5))}, {"norm2.bias": np.ones(DIM, np.float32)}
 DECAY_OF_3 = {"attention": layers.LinearAttention(feature_maps.EluFeatures(), [-1.0] * 3)}
+INTOLERANT = {"attention": layers.AutomaticAttention(tolerance=-1.0)}
 BOUNDED = {"attention": layers.BoundedAttention()}
 SLOPED = {"attention": layers.LandmarkAttention(), "positions": layers.Alibi()}
 
@@ -515,6 +517,7 @@ def layer_params(**change):
         (TypeError, "key_mask must be boolean", {}, {"key_mask": np.ones((2, 3))}),
         (ValueError, r"log_decay must be a number or one for each of the 4 heads", {}, DECAY_OF_3),
         (NotImplementedError, "is causal, got is_causal=False", {}, BOUNDED),
+        (ValueError, "tolerance must be a positive", {}, INTOLERANT),
         (ValueError, r"positions must not be Alibi\(\) with LandmarkAttention", {}, SLOPED),
     ],
 )

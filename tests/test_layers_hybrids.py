@@ -134,7 +134,7 @@ def test_the_convolution_goes_on_after_its_state():
     np.testing.assert_array_equal(state, x[:, -3:])
 
 
-def test_gradients_around_a_recurrence():
+def test_values_and_gradients_around_a_recurrence():
     rng = np.random.default_rng(2)
     weight, bias, x = (rng.standard_normal(s) for s in ((4, 1, 3), (4,), (2, 5, 4)))
 
@@ -150,13 +150,14 @@ def test_gradients_around_a_recurrence():
 
     assert_gradient(lambda *a: convolve(*a)[0], convolve, weight, bias, x)
     gate, scale = rng.standard_normal((2, 5, 4)), rng.standard_normal(4)
-    for activation in ("silu", "sigmoid"):
+    sigmoid = 1 / (1 + np.exp(-gate))
+    for activation, factor in (("silu", gate * sigmoid), ("sigmoid", sigmoid)):
         for gate_first in (False, True):
+            options = {"activation": activation, "gate_first": gate_first}
 
-            def norm(weight, x, gate, first=gate_first, kind=activation):
-                out, pullback = layers.gated_rms_norm_vjp(
-                    {"weight": weight}, x, gate, activation=kind, gate_first=first, num_groups=2
-                )
+            def norm(weight, x, gate, given=options):
+                more = {"num_groups": 2, "eps": 0.5, **given}
+                out, pullback = layers.gated_rms_norm_vjp({"weight": weight}, x, gate, **more)
 
                 def pull(grad):
                     grads, *others = pullback(grad)
@@ -165,6 +166,10 @@ def test_gradients_around_a_recurrence():
                 return out, pull
 
             assert_gradient(lambda *a, vjp=norm: vjp(*a)[0], norm, scale, x, gate)
+            groups = (x * factor if gate_first else x).reshape(2, 5, 2, 2)
+            normal = groups / np.sqrt((groups**2).mean(-1, keepdims=True) + 0.5)
+            want = scale * normal.reshape(x.shape) * (1 if gate_first else factor)
+            np.testing.assert_allclose(norm(scale, x, gate)[0], want, rtol=1e-12)
 
 
 def test_the_gated_norm_in_narrow_dtypes_is_rounded_once(xp):

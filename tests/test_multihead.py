@@ -60,10 +60,12 @@ def test_a_call_is_that_of_torch(seed):
     key, value = (query, query) if others == LENGTH else (tokens(others), tokens(others))
     given = masks(rng, lead, others)
     given |= {n: pick(rng, True, False) for n in ("need_weights", "average_attn_weights")}
+    # It says nothing beside a mask, which torch must be given.
+    hint = pick(rng, True, False) and (given["attn_mask"] is not None or others == LENGTH)
+    wanted = {"attn_mask": CAUSAL} if hint and given["attn_mask"] is None else {}
     with torch.set_grad_enabled(theirs.training):
-        (output, weights), (want, want_weights) = (
-            module(query, key, value, **given) for module in (ours, theirs)
-        )
+        output, weights = ours(query, key, value, **given, is_causal=hint)
+        want, want_weights = theirs(query, key, value, **given | wanted)
     torch.testing.assert_close(output, want, rtol=0, atol=1e-12)
     assert (weights is None) == (want_weights is None)
     if weights is not None:

@@ -114,6 +114,10 @@ def arguments(rule, query_lead, lead, by_channel, has_state):
     return {name: array.astype(np.float32) for name, array in found.items()}
 
 
+def call(rule, arrays):
+    return linattn.linear_recurrence(**arrays, update_rule=rule, scale=0.3, return_state=True)
+
+
 def exported(rule, arrays, *, varies=True, **options):
     """Return a model for batches and lengths that vary, or of the shapes of the arrays."""
     interop = pytest.importorskip("linattn.interop.onnx", reason="ndonnx is not installed")
@@ -128,10 +132,7 @@ def exported(rule, arrays, *, varies=True, **options):
     largest = {"length": 16, "batch": 4}
     named = {name: largest[name] for name in largest if varies and (ndim > 2 or name == "length")}
 
-    def recur(**given):
-        return linattn.linear_recurrence(**given, update_rule=rule, return_state=True)
-
-    return interop.export(recur, shapes, named, **options)
+    return interop.export(lambda **given: call(rule, given), shapes, named, **options)
 
 
 def runs(model, arrays):
@@ -161,7 +162,7 @@ def test_export_writes_the_operator(rule, query_lead, lead, by_channel, has_stat
     arrays = arguments(rule, query_lead, lead, by_channel, has_state)
     model = exported(rule, arrays)
     assert operators(model).count("LinearAttention") == 1
-    want = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True)
+    want = call(rule, arrays)
     for results in runs(model, arrays):
         for got, wanted in zip(results, want, strict=True):
             close(got, wanted)
@@ -180,7 +181,7 @@ def test_a_call_that_is_no_operator_stays_primitives(rule, query_lead, lead, opt
     arrays = arguments(rule, query_lead, lead, False, True)
     model = exported(rule, arrays, varies=False, **options)
     assert "LinearAttention" not in operators(model)
-    want = linattn.linear_recurrence(**arrays, update_rule=rule, return_state=True)
+    want = call(rule, arrays)
     for got, wanted in zip(runs(model, arrays)[0], want, strict=True):
         close(got, wanted)
 

@@ -389,14 +389,15 @@ def test_an_eager_call_is_the_plain_one(name):
     assert torch.autograd.gradgradcheck(CALLS[name], few, fast_mode=True)
 
 
-def test_second_derivatives_by_a_state_of_features_that_no_key_has():
-    """Their scale is -inf, and less itself it is no number."""
+@pytest.mark.parametrize("phi", [RELU, PHI])
+def test_second_derivatives_by_a_state(phi):
+    """On the scale that was returned; -inf, of features that no key has, is not less itself."""
     query, key, value = (array.clone() for array in QKV)
     key[..., 0] = -1
 
     def twice() -> Any:
         leaves = [array.clone().requires_grad_() for array in (query, key, value)]
-        output, state = plain(*leaves, RELU, is_causal=True, return_state=True)
+        output, state = plain(*leaves, phi, is_causal=True, return_state=True)
         sums = state.kvz * state.log_scale.exp()[..., None]
         first = torch.autograd.grad((output**2).sum() + (sums**2).sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum((x**2).sum() for x in first), leaves)

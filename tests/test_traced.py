@@ -169,13 +169,16 @@ def test_maps_of_positions_are_numpys(jax, name, options):
     agree(traced(jax, linattn.linear_attention, HOST, options, phi), want)
 
 
-def test_lower_right_beside_a_window_is_numpys(jax):
-    """The first queries may see no key."""
+@pytest.mark.parametrize(("name", "window"), [("positive", 7), ("cosformer", None)])
+def test_lower_right_is_numpys(jax, name, window):
+    """Beside a window the first queries may see no key; others stand at the last positions."""
     query, (_, key, value) = HOST[0], HOST[..., 60:, :]
-    options: dict[str, Any] = {"is_causal": "lower_right", "exact_window": 7}
-    want = linattn.linear_attention(query, key, value, MAPS["positive"], **options)
+    if window is None:
+        query, (_, key, value) = query[..., 60:, :], HOST
+    options: dict[str, Any] = {"is_causal": "lower_right", "exact_window": window}
+    want = linattn.linear_attention(query, key, value, MAPS[name], **options)
     call = partial(linattn.linear_attention, **options)
-    agree(traced(jax, call, (query, key, value), {}, MAPS["positive"]), want)
+    agree(traced(jax, call, (query, key, value), {}, MAPS[name]), want)
 
 
 @pytest.mark.parametrize("interval", [64, 50, 1000])
@@ -214,7 +217,10 @@ def test_packed_states_go_on(jax, lead):
 @pytest.mark.parametrize("borders", [None, BORDERS])
 @pytest.mark.parametrize("rule", RULES)
 def test_recurrences_are_numpys(jax, rule, borders):
+    """States before have no axis of heads: of packed sequences, theirs is no such axis."""
     options = {"update_rule": rule, "return_state": True, "cu_seqlens": borders, **RULES[rule]}
+    state = RNG.standard_normal((1 if borders is None else len(borders) - 1, DIM, DIM))
+    options["initial_state"] = state if borders else state[0]
     want = linattn.linear_recurrence(*HOST, **options)
     agree(traced(jax, linattn.linear_recurrence, HOST, options), want)
 

@@ -398,6 +398,19 @@ def test_linear_attention_generates_from_states(phi):
     assert_allclose(model(ids[:, 6:], cache=cache).logits.detach(), wanted[:, 6:], atol=2e-5)
     cache.reset()
     assert_allclose(model(ids, cache=cache).logits.detach(), wanted, atol=2e-5)
+    # Sequences are put in order, repeated and chosen as in a cache of keys and values.
+    for change, argument in (
+        ("reorder_cache", torch.tensor([1, 0])),
+        ("batch_repeat_interleave", 2),
+        ("batch_select_indices", torch.tensor([1, 1, 0])),
+    ):
+        after: list[torch.Tensor] = []
+        for cache in (StateCache(), tf.DynamicCache()):
+            model(given["input_ids"], cache=cache)
+            getattr(cache, change)(argument)
+            count = cache.layers[0].state.kvz.shape[0] if not after else len(after[0])
+            after.append(model(torch.full((count, 1), 5), cache=cache).logits.detach())
+        assert_allclose(after[0], after[1], atol=2e-5)
 
 
 def test_a_llama_on_linear_attention_trains_under_autocast():
@@ -494,8 +507,8 @@ class Layer(torch.nn.Module):
 
 def attended(name, arrays, mask, **given):
     query, key, value = arrays
-    attend = tf.AttentionInterface()[name]
-    return attend(Layer(), query, key, value, mask, scaling=query.shape[-1] ** -0.5, **given)[0]
+    given = {"scaling": query.shape[-1] ** -0.5} | given
+    return tf.AttentionInterface()[name](Layer(), query, key, value, mask, **given)[0]
 
 
 def masked(function, name, batch, length, keys, **given):
@@ -504,16 +517,20 @@ def masked(function, name, batch, length, keys, **given):
 
 
 def test_linear_attention_beside_sinks_and_windows():
-    """Beside the dense formula: a window is exact, a sink is a key of value 0."""
+    """Beside the dense formula: a window is exact, a sink is a key of value 0.
+
+    The model has a scale of its own, and values another dim than keys.
+    """
     rng = np.random.default_rng(0)
-    length, heads = 40, 4
-    arrays = [torch.tensor(rng.standard_normal((2, h, length, 8))) for h in (heads, 2, 2)]
+    length, heads, scale = 40, 4, 0.5
+    sizes = (heads, length, 8), (2, length, 8), (2, length, 5)
+    arrays = [torch.tensor(rng.standard_normal((2, *size))) for size in sizes]
     query, key, value = (x.numpy() for x in arrays)
     key, value = (np.repeat(x, 2, 1) for x in (key, value))
     sinks = rng.standard_normal(heads)
     phi = PositiveFeatures(8, num_features=32, rng=0)
-    logits = np.einsum("bhid,bhjd->bhij", query, key) * 8**-0.5
-    far = phi.estimate(query, key)
+    logits = np.einsum("bhid,bhjd->bhij", query, key) * scale
+    far = phi.estimate(query * scale * 8**0.5, key)
     i, j = np.arange(length)[:, None], np.arange(length)
     near = (i // 6 == j // 6) | (i // 6 == j // 6 + 1) | (j < 2)
     causal, window = masking_utils.causal_mask_function, 5
@@ -527,6 +544,7 @@ def test_linear_attention_beside_sinks_and_windows():
         for extra in (0, np.exp(sinks)[:, None, None]):
             out = weights @ value / (weights.sum(-1, keepdims=True) + extra)
             given = {} if np.ndim(extra) == 0 else {"s_aux": torch.tensor(sinks)}
+            given["scaling"] = scale
             mask = masked(function, name, 2, length, length)
             found = attended(name, arrays, mask, **given)
             assert_allclose(found, out.swapaxes(1, 2), rtol=1e-9, atol=1e-9)

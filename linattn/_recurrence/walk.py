@@ -198,7 +198,12 @@ def _scan_groups(problem: Recurrence, interval: int | None = None) -> tuple[Arra
         if interval is not None:
             # Only the first run begins anew.
             layout = layout._replace(starts=layout.starts + interval * layout.sums)
-        problem = replace(problem, state_lead=(len(runs), *problem.state_lead))
+        before, lead = problem.initial_state, (len(runs), *problem.state_lead)
+        if before is not None and interval is None:
+            # States may have fewer axes of heads than others, all behind that of the sequences.
+            ones = (1,) * (len(lead) + 2 - before.ndim)
+            before = xp.reshape(before, (len(runs), *ones, *before.shape[1:]))
+        problem = replace(problem, state_lead=lead, initial_state=before)
     group = _Group(slice(0, size), size // TRACED_CHUNKS)
 
     def placed(x: Array) -> Array:
