@@ -11,7 +11,8 @@ NumPy that return a pullback, by ``backward()`` of the plain function and of
 of decoding is a hundred steps, of one token of all heads. The last columns are torch's own
 exact attention over ours, and ours under ``jax.jit`` over `chunked`.
 
-``--record`` writes ``benchmarks/results/libraries.json``; ``--page`` writes the table of
+``--record`` writes ``benchmarks/results/libraries.json``, in which rows of an earlier run on this
+machine stay if they are not measured again; ``--page`` writes the table of
 docs/performance.md from it. The number of cores is set as Linux does.
 """
 
@@ -143,11 +144,22 @@ def main() -> None:
             times = measured(calls_of_row, threads)
             cells = ", ".join(f"{n} {x / times['NumPy']:.2f}" for n, x in times.items())
             print(f"{name}, {length:,} tokens, {threads} threads, {times['NumPy']:.3g} ms: {cells}")
-            record["rows"].append(
-                {"call": name, "tokens": length, "threads": threads, "milliseconds": times}
-            )
+            row = {"call": name, "tokens": length, "threads": threads, "milliseconds": times}
+            record["rows"].append({**row, "commit": record["machine"]["commit"]})
     if given.record:
+        names = ("call", "tokens", "threads")
+        known = {tuple(row[name] for name in names): row for row in _recorded(record["machine"])}
+        known |= {tuple(row[name] for name in names): row for row in record["rows"]}
+        record["rows"] = list(known.values())
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _recorded(machine: Any) -> list[Any]:
+    """Return the rows of an earlier run on this machine: those not measured again stay."""
+    earlier = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if earlier.get("machine", {}).get("cpu") != machine["cpu"]:
+        return []
+    return [{"commit": earlier["machine"]["commit"], **row} for row in earlier["rows"]]
 
 
 def measured(calls_of_row: Calls, threads: int) -> dict[str, float]:
