@@ -92,15 +92,14 @@ SHIPPED = [
 
 
 def on_gpus():
-    """The first variant of each PART on every GPU, the others on sm_90 and one of the rest."""
+    """The first variant of each PART on every GPU, the others on one, in turn."""
     parts = set()
     for i, variant in enumerate(SHIPPED):
         source, options, _ = variant
         part = source, options.get("PART", 0)
-        turns = [arch for arch in ARCHITECTURES if arch != "sm_90"]
         # Eight warps are launched on sm_100, where 16 would spill 16 bytes; 6 and 7 had on sm_80.
-        turn = "sm_80" if options["WARPS"] in (6, 7, 16) else turns[i % 3]
-        for arch in ["sm_90", turn] if part in parts else ARCHITECTURES:
+        turn = "sm_80" if options["WARPS"] in (6, 7, 16) else ARCHITECTURES[i % 4]
+        for arch in [turn] if part in parts else ARCHITECTURES:
             yield *variant, arch
         parts.add(part)
 
