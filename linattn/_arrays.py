@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -321,13 +322,21 @@ def to_numpy(
     if array_api_compat.is_cupy_array(array):
         return np.asarray(array.get())
     if array_api_compat.is_torch_array(array):
-        array = array.detach()
-        if sys.modules["torch"]._C._functorch.is_batchedtensor(array):
+        functorch = sys.modules["torch"]._C._functorch
+        # Inside of torch.func.grad even a tensor from outside may be wrapped.
+        while functorch.is_gradtrackingtensor(array):
+            array = functorch.get_unwrapped(array)
+        if functorch.is_batchedtensor(array):
             raise TypeError(
                 f"{name} must have values, got a Tensor that torch.func.vmap maps; give the same "
                 f"one to each call, from outside"
             )
-        array = array.cpu()
+        if functorch.peek_interpreter_stack() is not None:
+            # What is done with it would be wrapped again.
+            pyfunctorch = import_module("torch._functorch.pyfunctorch")
+            with pyfunctorch.temporarily_clear_interpreter_stack():
+                return to_numpy(array, name)
+        array = array.detach().cpu()
         return np.asarray(array.float() if str(array.dtype) == "torch.bfloat16" else array)
     if library_name(namespace(array)) == "array_api_strict":
         xp = namespace(array)

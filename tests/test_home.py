@@ -518,6 +518,21 @@ def test_any_call_is_mapped(kind):
             torch.func.vmap(lambda n: function(*host, *phi, prefix_length=n))(torch.arange(3))
 
 
+@pytest.mark.parametrize("name", ["prefix_length", "key_stop", "cu_seqlens"])
+def test_integers_of_torch_are_read_while_it_differentiates(name):
+    torch = pytest.importorskip("torch")
+    stops = {"prefix_length": 4, "key_stop": list(range(1, 10)), "cu_seqlens": [0, 4, 9]}[name]
+    query, key, value = map(torch.from_numpy, arrays("float64", lead=(2,), length=9))
+
+    def loss(query, given):
+        return linattn.linear_attention(query, key, value, PHI, **{name: given}).square().sum()
+
+    want = torch.func.grad(lambda x: loss(x, stops))(query)
+    gradient = torch.func.grad(lambda x: loss(x, torch.tensor(stops)))
+    np.testing.assert_array_equal(gradient(query), want)
+    np.testing.assert_allclose(torch.func.vmap(gradient)(query[None])[0], want, atol=1e-12)
+
+
 def called(function, phi, fixed, arrays, mapped):
     return function(*arrays, *phi, **fixed, **mapped)
 

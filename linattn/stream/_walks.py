@@ -60,7 +60,7 @@ class Walk:
         return 0
 
     def first(self, step: int) -> State:
-        """State to which keys have been added in a place's after some steps."""
+        """Return what the state of a place has grown from, after some steps."""
         return self.begin
 
     def last(self, place: Place) -> State:
